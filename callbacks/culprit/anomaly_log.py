@@ -74,7 +74,7 @@ SHIFTS: frozenset[Kind] = frozenset({"loss_shift", "norm_shift"})
 _OF_ONE_LOSS: frozenset[Kind] = frozenset({"loss_spike", "loss_drop"})
 """Kinds of anomalies with a loss that is far from the usual one."""
 
-OF_TERMS = "; of its terms, "
+OF_TERMS = "; of the terms of the step's loss, "
 """Begins what an explanation says of the terms of the loss."""
 
 UNKNOWN_CAUSE = "unknown"

@@ -63,6 +63,10 @@ that has learned."""
 _WITH_GOOD_WEIGHTS = frozenset({UNKNOWN_CAUSE, "data", "rank_data", "loss", "setting"})
 """Causes of a higher loss that may leave the weights as good as they were."""
 
+_OUTLIER = 10.0
+"""Smallest ratio of a row's loss to the usual one, and to the first ones of the run, that is not of
+the run's own nature."""
+
 _AT_RATE, _SAME_RATE = 64, 0.5
 """Number of steps after an episode of the learning rate in which this is still to blame, and the
 smallest ratio to the rate of then that is still as high."""
@@ -100,6 +104,9 @@ class OpenEpisode:
 
     usual_loss: float | None = None
     """Loss that was expected before the loss left its course; ``None`` if it has not."""
+
+    has_outlier: bool = False
+    """Whether the rows that are named had losses far above all that are usual in any run."""
 
     rate: float | None = None
     """Learning rate of the first step; ``None`` if unknown."""
@@ -376,10 +383,11 @@ class Episodes:
     def explain(self, step: int) -> bool:
         """Tell whether a fault with a known cause explains unusual numbers of a step.
 
-        Unusual data are no such fault: data have rows like these again.
+        Unusual data are no such fault: data have rows like these again. But a row far above
+        everything that the run has seen is one.
         """
         episode = self.last
-        if episode is None or episode.cause in _USUAL_CAUSES:
+        if episode is None or (episode.cause in _USUAL_CAUSES and not episode.has_outlier):
             return False
         return step <= episode.last_step + _BACK
 
@@ -421,6 +429,7 @@ class Episodes:
             last_step=anomaly.step,
             num_skipped=int(bool(anomaly.skipped)),
             rate=anomaly.learning_rate,
+            has_outlier=self._has_outlier(anomaly),
         )
         self.last.follow(anomaly, loss, risen, self._reach(anomaly.kind))
         if anomaly.step < _EARLY and anomaly.cause == "learning_rate":
@@ -430,6 +439,12 @@ class Episodes:
             earlier = [one for one in (self.last.loss_before, first) if one is not None]
             self.last.loss_before = min(earlier) if earlier else None
         return True, ended
+
+    def _has_outlier(self, anomaly: Anomaly) -> bool:
+        losses = [row.loss for row in anomaly.samples if row.loss is not None]
+        first = None if self._course is None else self._course.first
+        known = [loss for loss in (anomaly.usual_loss, first) if loss is not None]
+        return bool(losses and known) and min(losses) > _OUTLIER * max(known) > 0
 
     def suspect(self, step: int, cause: Cause) -> None:
         """Follow the loss as after an early episode: it shows whether there has been one.

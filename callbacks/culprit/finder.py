@@ -184,7 +184,8 @@ class CulpritFinder:
             return
         # What is usual of the global norm stays the same on all ranks.
         is_of_all = last.is_shared or num_ranks() == 1
-        self.judges.forget(global_norm=is_of_all)
+        is_outlier = last.has_outlier and step == last.step
+        self.judges.forget(global_norm=is_of_all, others_alike=is_outlier)
         if is_of_all:
             self._kinds.forget()
 

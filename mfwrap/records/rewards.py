@@ -12,7 +12,9 @@ REWARD = "reward"
 ALIKE = "frac_reward_zero_std"
 """Share of prompts whose answers all have the same reward, in the same log."""
 
-_MEAN = re.compile(r"rewards/([^/]+)/mean")
+REWARD_MEAN = re.compile(r"rewards/([^/]+)/mean")
+"""Name in the same log of the mean of one of several rewards."""
+
 _ROUNDING = 1e-6
 """Largest ratio of the deviation of equal rewards, which are float32, to their mean."""
 
@@ -77,7 +79,7 @@ def constant_rewards(logs: Iterable[Mapping[str, Any]]) -> list[str]:
     """
     found: dict[str, set[float | None]] = {}
     for log in logs:
-        for match in filter(None, map(_MEAN.fullmatch, log)):
+        for match in filter(None, map(REWARD_MEAN.fullmatch, log)):
             found.setdefault(match[1], set()).add(_constant(log, match[1]))
     if len(found) < 2:
         return []

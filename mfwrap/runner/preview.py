@@ -357,7 +357,7 @@ def _numbers(prepared: _Prepared, batch: Mapping[str, Any]) -> Iterator[list[str
 def _field(name: str, text: str) -> list[str]:
     """Return lines with a name and a text, which is cut, wrapped and indented.
 
-    Spaces at the ends, which would not be seen, are marked.
+    Spaces at the ends, and several at the end of a line, which would not be seen, are marked.
     """
     inner = text.strip(" ")
     begin = len(text) - len(text.lstrip(" ")) if inner else 0
@@ -367,12 +367,17 @@ def _field(name: str, text: str) -> list[str]:
         left = len(escaped) - _MAX_CHARACTERS
         escaped = f"{escaped[:_MAX_CHARACTERS]}... ({left:,} more characters)"
     first = f"  {name:<15}  "
-    return textwrap.wrap(
-        escaped,
-        _WIDTH,
-        initial_indent=first,
-        subsequent_indent=" " * len(first),
-    ) or [first.rstrip()]
+    lines = textwrap.wrap(escaped, _WIDTH - len(first), drop_whitespace=False) or [""]
+    indents = [first, *[" " * len(first)] * (len(lines) - 1)]
+    return [f"{each}{_marked(line)}".rstrip() for each, line in zip(indents, lines, strict=True)]
+
+
+def _marked(line: str) -> str:
+    """Return a line with marks for several spaces at its ends, and without a single one."""
+    inner = line.strip(" ")
+    ends = (len(line) - len(line.lstrip(" ")), len(line) - len(line.rstrip(" ")))
+    begin, end = (_SPACE * number if number > 1 else "" for number in ends)
+    return f"{begin}{inner}{end}" if inner else _SPACE * len(line)
 
 
 def _shapes(batch: Mapping[str, Any]) -> str:

@@ -5,7 +5,6 @@ import io
 import json
 import logging
 import math
-import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,7 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from mfwrap.records.rewards import ALIKE, is_constant
+from mfwrap.records.rewards import ALIKE, REWARD_MEAN, is_constant
 from mfwrap.runner.callbacks import FOLDER_KEYS
 from mfwrap.runner.document import RecipeError
 from mfwrap.runner.finishing import finish
@@ -37,9 +36,6 @@ _BATCH = 2
 
 _ANSWER = 16
 """Largest number of tokens of each answer that the model writes in the step."""
-
-_REWARD_MEAN = re.compile(r"rewards/([^/]+)/mean")
-"""Name in TRL's log of the mean of a reward."""
 
 
 def rehearse(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> str | None:
@@ -154,7 +150,7 @@ def _rewards(trainer: Any) -> Iterator[str]:
     most = trainer.args.max_completion_length
     for log in trainer.state.log_history:
         said = []
-        for match in filter(None, map(_REWARD_MEAN.fullmatch, log)):
+        for match in filter(None, map(REWARD_MEAN.fullmatch, log)):
             name, mean = match[1], log[match[0]]
             # TRL takes a reward that has judged no answer for NaN, or for None.
             if mean is None or math.isnan(mean):

@@ -14,6 +14,7 @@ from mfwrap.callbacks.culprit.causes.evidence import (
     outlier,
     rises_of_loss,
 )
+from mfwrap.callbacks.culprit.judges.course import RECENT
 
 _MULTIPLIED = 15.0
 """Smallest rise of a loss, or of its gradient, that may be a factor in the loss."""
@@ -73,8 +74,9 @@ def scaled_outside(evidence: CauseEvidence) -> Cause | None:
 
 def risen_outside(evidence: CauseEvidence) -> Cause | None:
     """Find that the loss of the step has risen, and those that the network returned have not."""
-    rises = rises_of_loss(evidence)
-    if rises is None:
+    rises, search = rises_of_loss(evidence), evidence.blamed.search
+    # A few rows may have the rise, in what is computed with them outside of the network.
+    if rises is None or (search is not None and search.rows):
         return None
     whole, own = rises
     # Under a shift, the steps before are part of it.
@@ -194,7 +196,7 @@ def _usual_term(name: str, evidence: CauseEvidence) -> float:
     """Return the median of a term in the last steps before this one; NaN if it is unknown."""
     known = [each.terms.get(name, math.nan) for each in evidence.trace[:-1] if each.applied]
     finite = [loss for loss in known if math.isfinite(loss)]
-    return statistics.median(finite) if finite else math.nan
+    return statistics.median(finite[-RECENT:]) if finite else math.nan
 
 
 def vanished(evidence: CauseEvidence) -> Cause | None:

@@ -14,7 +14,7 @@ from mfwrap.callbacks.culprit.judges.growth import line_growth
 _LENGTH = 64
 """Number of steps whose distances from what was expected tell how far the loss may move."""
 
-_RECENT = 5
+RECENT = 5
 """Number of values whose median is expected next."""
 
 _FEWEST = 5
@@ -29,7 +29,7 @@ HIGHER = 3.5
 _SHIFTS = ((3, 4.0), (6, 2.0))
 """Numbers of steps in a row, and the smallest score of each of them, that are a lasting shift."""
 
-_LONGEST = _RECENT + max(number for number, _ in _SHIFTS)
+_LONGEST = RECENT + max(number for number, _ in _SHIFTS)
 """Number of values that are kept: the last ones, and those from which they have shifted."""
 
 _BEGUN = 1.0
@@ -69,6 +69,9 @@ _FADES_AFTER = 1.5
 _SECOND = 0.55
 """Share of the second largest distance that is the least deviation: a run that has had a spike has
 another one."""
+
+_ALIKE = 0.5
+"""Smallest ratio of a distance to that of a spike which has the same cause."""
 
 _FAR_BEYOND, _FEW_SPIKES, _MOST_SPIKES = math.log(1000.0), 4, 0.15
 """Smallest distance of a logarithm that is a spike, however far the spikes before were, and the
@@ -249,7 +252,7 @@ class LossCourse:
         ):
             found = "loss_drop"
         if counts:
-            if len(self._first) < _RECENT:
+            if len(self._first) < RECENT:
                 self._first.append(loss)
                 self.first = statistics.median(self._first)
             self._was_negative |= loss < 0
@@ -288,10 +291,15 @@ class LossCourse:
         least = _LEAST_OF_FIRST * abs(self.first)
         return max(least, _LEAST_OF_BOTH_SIGNS) if self._was_negative or not self.first else least
 
-    def forget(self) -> None:
-        """Forget how far the last loss was from what was expected of it."""
-        self._plain.forget()
-        self._log.forget()
+    def forget(self, *, others_alike: bool = False) -> None:
+        """Forget how far the last loss was from what was expected of it.
+
+        Args:
+            others_alike: Whether to forget earlier losses that were half as far, too, such as those
+                of the same row before it was found.
+        """
+        self._plain.forget(others_alike=others_alike)
+        self._log.forget(others_alike=others_alike)
 
     def _shift(self) -> Shift | None:
         for number, limit in _SHIFTS:
@@ -482,7 +490,7 @@ class _Series:
     ) -> None:
         self._prior, self._least = prior, least
         self._values: deque[float] = deque(maxlen=_LONGEST)
-        self._distances: deque[float] = deque(maxlen=_LENGTH + _LONGEST - _RECENT)
+        self._distances: deque[float] = deque(maxlen=_LENGTH + _LONGEST - RECENT)
         self._has_new = False
 
     @property
@@ -507,7 +515,7 @@ class _Series:
 
     def expected(self, number: int) -> float:
         """Return what was expected before the last `number` values; NaN without values."""
-        earlier = list(self._values)[: len(self._values) - number][-_RECENT:]
+        earlier = list(self._values)[: len(self._values) - number][-RECENT:]
         return statistics.median(earlier) if earlier else math.nan
 
     def score(self, value: float) -> float:
@@ -545,7 +553,7 @@ class _Series:
 
         Losses that rise step by step are in what was expected, so the oldest ones are usual.
         """
-        usual = statistics.median(list(self._values)[:_RECENT])
+        usual = statistics.median(list(self._values)[:RECENT])
         deviation = _deviation(self._distances_before(number), self._prior(usual))
         least = usual + _BEGUN * math.hypot(deviation, self._least())
         earlier = reversed(list(self._values)[:-number])
@@ -565,11 +573,13 @@ class _Series:
             self._has_new = True
         self._values.append(value)
 
-    def forget(self) -> None:
-        """Forget the distance of the step's value, if it has one."""
+    def forget(self, *, others_alike: bool = False) -> None:
+        """Forget the distance of the step's value, if it has one, and those that are alike."""
         if self._has_new:
-            self._distances.pop()
-            self._has_new = False
+            least, self._has_new = _ALIKE * abs(self._distances.pop()), False
+            if others_alike:
+                usual = [one for one in self._distances if abs(one) < least]
+                self._distances = deque(usual, self._distances.maxlen)
 
     def state_dict(self) -> dict[str, Any]:
         return {"values": list(self._values), "distances": list(self._distances)}

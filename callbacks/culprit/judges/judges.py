@@ -198,13 +198,14 @@ class Judges:
             judge.begin_travel()
         return None
 
-    def forget(self, *, global_norm: bool) -> None:
+    def forget(self, *, global_norm: bool, others_alike: bool) -> None:
         """Forget how far the numbers of the last step were from the usual ones.
 
         Args:
             global_norm: Whether to forget that of the global norm, too.
+            others_alike: Whether to forget earlier losses of this rank that were as far, too.
         """
-        self.course.forget()
+        self.course.forget(others_alike=others_alike)
         if self._steps is not None:
             self._steps.forget(global_norm=global_norm)
 

@@ -19,9 +19,10 @@ from transformers.utils.logging import (
 
 from mfwrap.outputs import StepReport
 from mfwrap.records.evaluations import prefix_of, results_of
+from mfwrap.records.rewards import REWARD, REWARD_MEAN
 from mfwrap.termination import RankTermination
 from mfwrap.trainer.display.step_numbers import ShownStep
-from mfwrap.trainer.events import monitors
+from mfwrap.trainer.events import MonitorCallback, monitors
 
 _MOST_OF_FAMILY = 12
 """Largest number of values of one family, such as ``local_norm/<parameter>``, that are printed."""
@@ -132,8 +133,9 @@ class StepProgressCallback(ProgressCallback):
             return
         if self._numbers is not None:
             self._numbers.flush()
-        own = _of_subclass(logs)
-        if not own and any(one.evaluation_lines for one in monitors(self._handler.callbacks)):
+        callbacks = monitors(self._handler.callbacks)
+        own = _of_subclass(logs, callbacks)
+        if not own and any(one.evaluation_lines for one in callbacks):
             return
         said = [
             f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
@@ -223,13 +225,19 @@ class StepPrinterCallback(PrinterCallback):
         is_said = any(one.step_lines != "never" for one in own)
         if is_evaluation:
             is_said = any(one.evaluation_lines for one in own)
-        if not is_said or _of_subclass(logs or {}):
-            shown = _readable(logs or {})
+        missing = _of_subclass(logs or {}, own)
+        if not is_said or missing:
+            shown = missing if is_said else _readable(logs or {})
             super().on_log(args, state, control, logs=shown, **known)  # type: ignore[no-untyped-call]  # (transformers)
 
 
-def _of_subclass(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of a log that is of no step, evaluation or end: no callback says them."""
+def _of_subclass(logs: Mapping[str, Any], callbacks: Sequence[MonitorCallback]) -> dict[str, Any]:
+    """Return numbers that no callback says: of a log that is of no step, evaluation or end.
+
+    TRL's trainers that generate log the rewards with the loss; a callback may say these.
+    """
+    if REWARD in logs and not any(one.evaluation_lines for one in callbacks):
+        return {name: logs[name] for name in logs if name == REWARD or REWARD_MEAN.fullmatch(name)}
     others = (
         name == "loss" or name.startswith("eval_") or name.endswith("_runtime") for name in logs
     )

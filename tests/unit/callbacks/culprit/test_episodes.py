@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mfwrap.callbacks.culprit.anomaly_log import Anomaly
+from mfwrap.callbacks.culprit.anomaly_log import Anomaly, BadRow
 from mfwrap.callbacks.culprit.causes.rate import large_in_a_row
 from mfwrap.callbacks.culprit.episodes import Episodes
 from mfwrap.callbacks.culprit.judges.course import LossCourse
@@ -26,6 +26,19 @@ def begun(*anomalies: Anomaly, is_shared: bool = False) -> list[int]:
     """Return the steps at which episodes begin."""
     episodes = Episodes(10, LossCourse())
     return [one.step for one in anomalies if episodes.add(one, 6.0, is_shared=is_shared)[0]]
+
+
+@pytest.mark.parametrize(
+    ("usual", "losses", "explains"),
+    [(2.0, [80.0], True), (2.0, [25.0], False), (2.0, [80.0, 9.0], False), (2.0, [], False)],
+)
+def test_a_row_that_explains_a_spike(usual, losses, explains):
+    """It is far above the first losses, too; a hard row of a run that has learned is not."""
+    rows = tuple(BadRow(rank=0, micro_batch=0, row=n, loss=loss) for n, loss in enumerate(losses))
+    episodes = Episodes(10, course(3.0))
+    episodes.add(anomaly(20, cause="data", usual_loss=usual, samples=rows), 6.0, is_shared=False)
+
+    assert episodes.explain(20) is explains
 
 
 def test_bad_steps_in_a_row_are_one_episode():

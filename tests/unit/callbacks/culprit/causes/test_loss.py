@@ -234,5 +234,5 @@ def test_terms_of_the_loss(kind, terms, said):
     loss = math.inf if kind == "loss_not_finite" else 40.0
     found = cause(kind, steps, rank={"terms": terms, "earlier_losses": (), "loss": loss})
 
-    of_terms = found.explanation.partition("; of its terms, ")[2]
+    of_terms = found.explanation.partition("; of the terms of the step's loss, ")[2]
     assert of_terms == (said or "")

@@ -428,6 +428,21 @@ def test_losses_that_may_fall_below_zero(seed):
         assert not course.run_away
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_losses_that_were_alike_are_forgotten_with_one_that_is_explained(is_known):
+    """A row that nobody had found before, as at step 2, does not hide itself in the next pass."""
+    losses = noisy(1.5, 40)
+    for step in (1, 9, 17):
+        losses[step] = 5.4
+    course, kinds = LossCourse(), []
+    for step, loss in enumerate(losses):
+        kinds.append(course.add(loss))
+        if loss == 5.4 and step > 1:
+            course.forget(others_alike=is_known)
+
+    assert (kinds[17] == "loss_spike") is is_known
+
+
 def test_a_step_that_was_not_included_has_nothing_to_forget():
     """A skipped update, or a loss or norm that is not finite, leaves the steps before as usual."""
     course, norms = LossCourse(), NormCourse()

@@ -124,7 +124,7 @@ def test_a_teacher_of_the_trainer(tmp_path):
     assert (record["step"], record["cause"], record["where"]) == (4, "loss", "other_weight")
     assert record["name"] == "teacher.bias"
     assert "micro_batch" not in record
-    assert "; of its terms, kl is not finite (ce " in record["explanation"]
+    assert "; of the terms of the step's loss, kl is not finite (ce " in record["explanation"]
     assert "the file that this model was loaded from" in record["suggestion"]
 
 
