@@ -1,6 +1,7 @@
 """Compare two recorded runs step by step, up to the first difference."""
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -11,6 +12,9 @@ from mfwrap.comparison.differences import CAUSES, RESULTS, Difference, Kind, Out
 from mfwrap.comparison.numbers import compare_numbers
 from mfwrap.comparison.recorded_run import RecordedRun, read_recorded_run
 from mfwrap.comparison.tensors import compare_gradients, compare_starts, compare_weights
+
+_MOST_LATER = 1000
+"""Number of steps after the compared ones in which is looked for more that both have recorded."""
 
 
 class Setting(NamedTuple):
@@ -64,8 +68,9 @@ class Comparison:
     first_of_any_size: Difference | None
     """With a tolerance, the first difference in the bits; ``None`` if there is none."""
 
-    next_fingerprints: int | None
-    """First step with fingerprints in both runs after the compared steps; ``None`` without one."""
+    first_later: Mapping[Kind, int]
+    """First step after the compared ones in which both runs have recorded kinds that were not
+    compared."""
 
     settings: tuple[Setting, ...]
     """Settings in which the runs differ."""
@@ -120,7 +125,6 @@ def compare_runs(first: Path, second: Path, tolerance: float = 0.0) -> Compariso
         raise ValueError(_nothing_in_common(ours, theirs))
     exact = _compare(ours, theirs, 0.0).differences if limit else []
     last = max(walk.steps, default=0)
-    both = ours.fingerprinted_steps & theirs.fingerprinted_steps
     return Comparison(
         names=(str(first), str(second)),
         tolerance=limit,
@@ -132,9 +136,20 @@ def compare_runs(first: Path, second: Path, tolerance: float = 0.0) -> Compariso
         causes=tuple(walk.causes[kind] for kind in CAUSES if kind in walk.causes),
         last_equal=walk.last_equal,
         first_of_any_size=exact[0] if exact else None,
-        next_fingerprints=min((step for step in both if step > last), default=None),
+        first_later=_first_later(ours, theirs, last, walk.compared),
         settings=tuple(_settings(ours, theirs)),
     )
+
+
+def _first_later(
+    first: RecordedRun, second: RecordedRun, last: int, compared: Collection[Kind]
+) -> dict[Kind, int]:
+    """Return the first step after the compared ones in which both have kinds that were not."""
+    found: dict[Kind, int] = {}
+    for step in sorted(step for step in first.steps & second.steps if step > last)[:_MOST_LATER]:
+        kinds = _compare_step(first, second, step, math.inf).keys() - compared
+        found |= {kind: step for kind in kinds if kind not in found}
+    return found
 
 
 @dataclass(slots=True)

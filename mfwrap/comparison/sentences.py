@@ -192,21 +192,20 @@ def _not_compared(comparison: Comparison) -> Iterator[str]:
     """Yield what would show more, if it were recorded in the compared steps."""
     if any(found.at_start for found in comparison.differences):
         return  # nothing is compared after that
+    later = comparison.first_later
     expected = [kind for kind in _EXPECTED if kind not in comparison.compared]
     if comparison.num_ranks[0] != comparison.num_ranks[1]:
         expected = [kind for kind in expected if kind != "random numbers"]
-    if not expected:
-        return
-    missing = _listed([_plural(kind) for kind in expected])
-    if comparison.next_fingerprints is None:
+    for step in sorted({later[kind] for kind in expected if kind in later}):
+        kinds = _listed([_plural(kind) for kind in expected if later.get(kind) == step])
         yield (
-            f"Not recorded in both runs: {missing}. TrainingStateMonitor records them with "
-            "fingerprints=True."
+            f"Not recorded in the compared steps: {kinds}, which both runs have from step {step} "
+            "on; step_interval=1 records each step."
         )
-    else:
+    if never := [_plural(kind) for kind in expected if kind not in later]:
         yield (
-            f"Not recorded in the compared steps: {missing}. The first fingerprints of both runs "
-            f"are those of step {comparison.next_fingerprints}; step_interval=1 records each step."
+            f"Not recorded in both runs: {_listed(never)}. TrainingStateMonitor records them with "
+            "fingerprints=True."
         )
 
 

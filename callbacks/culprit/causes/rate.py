@@ -24,9 +24,9 @@ BEFORE_STEP = "go back to a checkpoint from before step"
 
 _CORRECT = f"correct the learning rate or its schedule, and {BEFORE_STEP}"
 
-LARGE_RATIO, _HUGE_RATIO = 1.0, 100.0
+LARGE_RATIO, _HUGE_RATIO = 1.0, 10.0
 """Smallest ratio of an update to its weights that is too large, wherever it comes from, and of one
-that no warm-up would make ordinary."""
+at the rate that was set which no warm-up would make ordinary."""
 
 ROW_RATIO, IN_A_ROW = 0.15, 8
 """Smallest ratio of each of some updates in a row that are too large together, and their number.
@@ -135,14 +135,15 @@ def large_updates(
     rate = first.scores.learning_rate
     at_rate = "" if math.isnan(rate) else f", at learning rate {rate:.3g},"
     # In a warm-up, the rate of the step is not the one that the user has set.
-    initial = evidence.blamed.initial_rate
+    initial, at_most = evidence.blamed.initial_rate, ratio
     if initial is not None and initial > _SCALED * rate:
         at_rate += f" which the schedule makes of {initial:.3g},"
+        at_most *= initial / rate if rate > 0 else 1.0
     return Cause(
         "learning_rate",
         f"the update of step {first.step}{at_rate} changed the weights by {ratio:.3g} "
         "times their size (0.001 is ordinary)",
-        MUCH_LOWER_RATE if ratio >= _HUGE_RATIO else LOWER_RATE,
+        MUCH_LOWER_RATE if at_most >= _HUGE_RATIO else LOWER_RATE,
     )
 
 

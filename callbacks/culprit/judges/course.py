@@ -153,6 +153,11 @@ class Shift(NamedTuple):
                 f"the {self.of} has grown from about {self.before:.4g} to about {self.now:.4g} in "
                 f"{self.num_steps} steps"
             )
+        if self.update:
+            return (
+                f"the {self.of} of the last {self.num_steps} steps is {self.now:.4g} in the "
+                f"middle, and that of the first ones {self.before:.4g}"
+            )
         return (
             f"the {self.of} has been about {self.now:.4g} for {self.num_steps} steps, after about "
             f"{self.before:.4g}"

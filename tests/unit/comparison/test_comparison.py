@@ -114,7 +114,21 @@ def test_lengths_and_intervals(plain, tmp_path):
     assert rare.steps == (2, 4)
     assert differences(rare)[0] == (4, "loss", "loss")
     assert rare.last_equal["weight"] == 2
-    assert rare.next_fingerprints == 6
+    assert rare.first_later == {}
+
+
+def test_what_is_recorded_after_the_first_difference(tmp_path):
+    """The step is known from which both runs have it."""
+    for name in ("one", "two"):
+        records = [{"step": step, "loss": float(step)} for step in range(1, 9)]
+        records[0]["loss"] = {"one": 3.0, "two": 7.0}[name]
+        for number in (3, 5):
+            records[number]["weight_norm"] = 1.0
+        write_lines(tmp_path / name / "training_state.jsonl", records)
+    found = compare_runs(tmp_path / "one", tmp_path / "two")
+
+    assert (found.steps, found.compared) == ((1,), ("loss",))
+    assert found.first_later == {"weight": 4}
 
 
 def test_resumed(plain, tmp_path):

@@ -18,7 +18,7 @@ def told(*differences, causes=(), **others):
         "compared": ("random numbers", "data", "loss", "gradient", "weight"),
         "last_equal": {},
         "first_of_any_size": None,
-        "next_fingerprints": None,
+        "first_later": {},
         "settings": (),
     }
     values = fields | {"differences": differences, "causes": causes} | others
@@ -67,7 +67,7 @@ def test_starts():
     assert told(initial) == ["a and b: the initial weights differ: all 2."]
     expected = "a and b: after step 5, where a training started, the weights differ: w alone, of 2."
     assert told(resumed) == [expected]
-    assert told(resumed, compared=("loss",), next_fingerprints=6) == [expected]
+    assert told(resumed, compared=("loss",), first_later={"weight": 6}) == [expected]
 
 
 def test_causes():
@@ -143,14 +143,19 @@ def test_notes():
     assert any("Not recorded in both runs: data." in line for line in lines)
 
 
-def test_rare_fingerprints():
-    """Fingerprints of later steps are not told to be missing."""
-    [line] = told(Difference(step=3, kind="loss"), compared=("loss",), next_fingerprints=5)[1:]
+def test_what_is_recorded_only_later():
+    """Weights and fingerprints of later steps are not told to be missing."""
+    later = {"weight": 10, "data": 5, "random numbers": 5}
+    lines = told(Difference(step=3, kind="loss"), compared=("loss",), first_later=later)[1:]
 
-    assert line == (
-        "Not recorded in the compared steps: random numbers, data, gradients and weights. The "
-        "first fingerprints of both runs are those of step 5; step_interval=1 records each step."
+    every = "on; step_interval=1 records each step."
+    first, second, third = lines
+    assert first == (
+        "Not recorded in the compared steps: random numbers and data, which both runs have from "
+        f"step 5 {every}"
     )
+    assert second.endswith(f": weights, which both runs have from step 10 {every}")
+    assert third.startswith("Not recorded in both runs: gradients. TrainingStateMonitor records ")
 
 
 def test_causes_alone():
