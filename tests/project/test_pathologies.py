@@ -10,7 +10,7 @@ from mfwrap.records.run_record import read_run
 from support.pathologies import NAN_IMAGE, run_pathology
 
 _FIRST = {
-    "a": ("learning_rate", 2, "learning rate too high", "warm it up over more steps"),
+    "a": ("learning_rate", 2, "learning rate too high", "lower the learning rate by orders of"),
     "b": ("data", 61, "bad data: the loss rose to", "look at the samples of these steps"),
     "c": ("optimizer_epsilon", 2, "eps=1e-08 is zero in float16", "skipped all 39 updates"),
     "e": ("batch_norm", 78, "ruined BatchNorm statistics", f"data set index {NAN_IMAGE} "),
