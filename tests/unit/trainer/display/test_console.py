@@ -237,6 +237,34 @@ def test_what_a_subclass_logs_is_shown(tmp_path, monkeypatch, capfd, is_terminal
     assert "{'loss'" not in written
 
 
+class _LogsRewards(MFTrainer):
+    def log(self, logs, *args, **keywords):
+        more = {"reward": 0.25, "rewards/length/mean": 0.5, "clip_ratio": 0.0}
+        super().log({**logs, **more} if "loss" in logs else logs, *args, **keywords)
+
+
+@pytest.mark.parametrize("is_quiet", [True, False])
+def test_rewards_that_are_logged_with_the_loss(tmp_path, capfd, is_quiet):
+    """TRL's trainers do so; a monitor that says the steps knows none of them."""
+    arguments = TrainingArguments(
+        str(tmp_path),
+        max_steps=2,
+        per_device_train_batch_size=1,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=is_quiet,
+    )
+    monitor = MFLossMonitor()
+    _LogsRewards(tiny_llama(), arguments, train_dataset=Counting(8), callbacks=[monitor]).train()
+    written = "".join(capfd.readouterr())
+
+    assert len(re.findall(r"\breward'?:? '?0\.25", written)) == 2
+    assert len(re.findall(r"rewards/length/mean'?:? '?0\.5", written)) == 2
+    assert "clip_ratio" not in written
+
+
 @pytest.mark.parametrize("monitored", [True, False])
 def test_without_a_bar(tmp_path, capfd, caplog, monitored):
     """With an MFLossMonitor, the Trainer prints no dict of a step; evaluations stay."""
