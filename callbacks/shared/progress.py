@@ -102,11 +102,11 @@ class RunPosition:
     def percent(self) -> float:
         """Finished fraction of the run, in percent; 100 also if the run goes on longer."""
         length = self.length
-        whole_epochs = length.num_epochs * length.steps_per_epoch
+        if length.num_epochs * length.steps_per_epoch != length.num_steps:
+            return min(100.0 * self.step / length.num_steps, 100.0)
         # Divide in MindFormers' order. Another order rounds differently, and could show one block
         # of the progress bar more or less.
-        percent = self.step / length.num_epochs / length.steps_per_epoch * 100
-        return min(percent * (whole_epochs / length.num_steps), 100.0)
+        return min(self.step / length.num_epochs / length.steps_per_epoch * 100, 100.0)
 
     @property
     def steps_left(self) -> int:

@@ -274,3 +274,15 @@ def test_the_run_of_a_batch_that_grows_is_one_epoch():
     assert size(run_length(RunSettings(), loop, None, loader, grows=True)) == (1, 10, 10)
     explicit = RunSettings(origin_epochs=2, dataset_size=5)
     assert size(run_length(explicit, loop, None, loader, grows=True)) == (2, 5, 10)
+
+
+def test_the_last_step_of_a_part_of_an_epoch_is_all():
+    """No rounding leaves the last block of a bar open."""
+    for num_steps in range(1, 200):
+        for steps_per_epoch in (1, 7, 54, 150):
+            epochs = -(-num_steps // steps_per_epoch)
+            length = RunLength(
+                num_epochs=epochs, steps_per_epoch=steps_per_epoch, num_steps=num_steps
+            )
+            if epochs * steps_per_epoch != num_steps:
+                assert length.position(num_steps).percent == 100.0
