@@ -397,6 +397,9 @@ class StepJudge:
             "zero_steps": _named(self.names, self._zero_steps),
             "longest_zeros": _named(self.names, self._longest_zeros),
             "travel": _named(self.weights, self._travel),
+            "from_zero": [
+                name for name, one in _named(self.weights, self._from_zero).items() if one
+            ],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -413,6 +416,8 @@ class StepJudge:
         # Changes of weights between steps are not counted at first: a loop may load them only now.
         travel = [state["travel"].get(name, 0.0) for name in self.weights]
         self._travel.copy_(torch.tensor(travel))
+        from_zero = set(state.get("from_zero", ()))
+        self._from_zero.copy_(torch.tensor([name in from_zero for name in self.weights]))
 
 
 def _zero_limit(longest: Tensor) -> Tensor:

@@ -184,6 +184,19 @@ def test_updates_of_weights_that_began_at_zero(rate):
     assert found == pytest.approx([0.0, rate / 0.05])
 
 
+def test_weights_that_began_at_zero_are_known_after_a_resume():
+    """Then they have a size, which is that of a few updates."""
+    names = ("a.A", "b.A", "a.B", "b.B")
+    judge, again = (StepJudge((), names, "cpu") for _ in range(2))
+    first = Change(torch.full((4,), 5.0), torch.tensor([0.05, 0.05, 0.0, 0.0]), None)
+    judge.judge(None, None, first, None, APPLIED)
+    again.load_state_dict(json.loads(json.dumps(judge.state_dict())))
+    later = Change(torch.full((4,), 5.0), torch.tensor([0.05, 0.05, 5.0, 5.0]), None)
+    found = [scores(one.judge(None, None, later, None, APPLIED)) for one in (judge, again)]
+
+    assert found[0].update_ratio == found[1].update_ratio == pytest.approx(100.0)
+
+
 def test_updates_of_a_network_that_began_at_zero():
     """Nothing is known of the first one, and later ones count by the weights themselves."""
     first, second = ratios_of(([1.0] * 4, [0.0] * 4), ([1.0] * 4, [1.0, 1.0, 1.0, 2.0]))
