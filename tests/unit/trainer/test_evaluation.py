@@ -36,7 +36,7 @@ def test_two_ranks_give_the_numbers_of_one_process(two_ranks, number, split, wit
     for found in two_ranks.run(evaluate, number, with_metrics, split, stock):
         assert found["loss"] == pytest.approx(loss, rel=1e-6)
         if with_metrics:
-            assert found["outputs"] == pytest.approx(outputs, abs=1e-7)
+            assert found["outputs"] == pytest.approx(outputs, rel=1e-6, abs=1e-7)
             assert found["labels"] == pytest.approx([float(r["labels"]) for r in rows(number)])
 
 
