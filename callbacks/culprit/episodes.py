@@ -106,7 +106,7 @@ class OpenEpisode:
     """Loss that was expected before the loss left its course; ``None`` if it has not."""
 
     has_outlier: bool = False
-    """Whether the rows that are named had losses far above all that are usual in any run."""
+    """Whether the rows that are named had losses far above the usual one and the first ones."""
 
     rate: float | None = None
     """Learning rate of the first step; ``None`` if unknown."""

@@ -216,8 +216,14 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
         return found
 
     def checkpoints_to_keep(self, saved: Sequence[Path]) -> Sequence[Path]:
-        """Return the newest checkpoint from before the loss has left its course, if it has."""
-        return to_return_to(saved[-1].parent, saved) if saved else ()
+        """Return the newest checkpoint from before the loss has left its course, if it has.
+
+        All of them, if that cannot be read.
+        """
+        try:
+            return to_return_to(saved[-1].parent, saved) if saved else ()
+        except (OSError, ValueError):  # a damaged record must not end a save
+            return saved
 
     def take_row_places(self, places: RowPlaces | None) -> None:
         """Receive the function that tells where the rows of a step are in the training data."""

@@ -14,7 +14,7 @@ from mfwrap.comparison.recorded_run import RecordedRun, read_recorded_run
 from mfwrap.comparison.tensors import compare_gradients, compare_starts, compare_weights
 
 _MOST_LATER = 1000
-"""Number of steps after the compared ones in which is looked for more that both have recorded."""
+"""Number of steps after the compared ones that are searched for what else both have recorded."""
 
 
 class Setting(NamedTuple):
@@ -146,9 +146,12 @@ def _first_later(
 ) -> dict[Kind, int]:
     """Return the first step after the compared ones in which both have kinds that were not."""
     found: dict[Kind, int] = {}
+    wanted = {*CAUSES, *RESULTS} - set(compared)
     for step in sorted(step for step in first.steps & second.steps if step > last)[:_MOST_LATER]:
-        kinds = _compare_step(first, second, step, math.inf).keys() - compared
-        found |= {kind: step for kind in kinds if kind not in found}
+        if wanted <= found.keys():
+            break
+        kinds = wanted & _compare_step(first, second, step, math.inf).keys()
+        found |= dict.fromkeys(kinds - found.keys(), step)
     return found
 
 

@@ -190,11 +190,16 @@ def _of_reward(error: BaseException, trainer: TrainerView) -> str | None:
         names = dict(frame.f_locals)
         for one in list(names.values()):
             names |= one if isinstance(one, dict) else {}  # such as its **kwargs
-        lists = {key: one for key, one in names.items() if isinstance(one, list) and one}
+        lists = {
+            key: one
+            for key, one in names.items()
+            if isinstance(key, str) and isinstance(one, list) and one
+        }
         of_rows = sorted(lists.keys() - {"prompts", "completions", "completion_ids"})
         if "NoneType" in str(error):
-            empty = [f"`{key}`" for key in of_rows if None in lists[key]]
-            return f"{' and '.join(empty)} is None in some of these rows" if empty else None
+            empty = [f"`{key}`" for key in of_rows if any(one is None for one in lists[key])]
+            verb = "is" if len(empty) == 1 else "are"
+            return f"{' and '.join(empty)} {verb} None in some of these rows" if empty else None
         first = lists.get("completions", [None])[0]
         if isinstance(first, str):
             return _TEXTS if _is_about(error, "string|str") else None

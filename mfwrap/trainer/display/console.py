@@ -236,7 +236,7 @@ def _of_subclass(logs: Mapping[str, Any], callbacks: Sequence[MonitorCallback]) 
 
     TRL's trainers that generate log the rewards with the loss; a callback may say these.
     """
-    if REWARD in logs and not any(one.evaluation_lines for one in callbacks):
+    if {"loss", REWARD} <= logs.keys() and not any(one.evaluation_lines for one in callbacks):
         return {name: logs[name] for name in logs if name == REWARD or REWARD_MEAN.fullmatch(name)}
     others = (
         name == "loss" or name.startswith("eval_") or name.endswith("_runtime") for name in logs

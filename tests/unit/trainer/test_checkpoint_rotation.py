@@ -124,6 +124,14 @@ def test_a_training_that_has_diverged(tmp_path, rises_at, kept):
     assert sorted(folders) == [f"checkpoint-{step}" for step in kept]
 
 
+def test_a_damaged_record_of_anomalies(tmp_path):
+    """It neither ends a save, nor lets a checkpoint go that may be the one to return to."""
+    (tmp_path / "anomalies.jsonl").write_text('{"step": 1\n{}\n')
+    saved = [tmp_path / f"checkpoint-{step}" for step in (10, 20)]
+
+    assert TrainingStateMonitor().checkpoints_to_keep(saved) == saved
+
+
 def test_the_best_model_at_the_end(tmp_path):
     """After training, the model has the weights of the best checkpoint."""
     trainer = trained(tmp_path, PLAIN, **BEST)

@@ -208,6 +208,23 @@ def test_norms_of_each_parameter_are_not_printed(tmp_path, capfd, is_quiet):
     assert "local_norm/lm_head.weight" in trainer.state.log_history[0]
 
 
+def _written(kind, folder, capfd, *, is_quiet):
+    """Train two steps with a monitor that says them, and return what was written."""
+    arguments = TrainingArguments(
+        str(folder),
+        max_steps=2,
+        per_device_train_batch_size=1,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=is_quiet,
+    )
+    callbacks = [MFLossMonitor()]
+    kind(tiny_llama(), arguments, train_dataset=Counting(8), callbacks=callbacks).train()
+    return "".join(capfd.readouterr())
+
+
 class _LogsMore(MFTrainer):
     def compute_loss(self, *args, **keywords):
         self.log({"distillation": 0.25})
@@ -219,19 +236,7 @@ class _LogsMore(MFTrainer):
 def test_what_a_subclass_logs_is_shown(tmp_path, monkeypatch, capfd, is_terminal, is_quiet):
     """A monitor that says the steps in place of the Trainer's dict does not know it."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
-    arguments = TrainingArguments(
-        str(tmp_path),
-        max_steps=2,
-        per_device_train_batch_size=1,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        use_cpu=True,
-        disable_tqdm=is_quiet,
-    )
-    monitor = MFLossMonitor()
-    _LogsMore(tiny_llama(), arguments, train_dataset=Counting(8), callbacks=[monitor]).train()
-    written = "".join(capfd.readouterr())
+    written = _written(_LogsMore, tmp_path, capfd, is_quiet=is_quiet)
 
     assert len(re.findall(r"distillation'?:? '?0\.25", written)) == 2
     assert "{'loss'" not in written
@@ -246,19 +251,7 @@ class _LogsRewards(MFTrainer):
 @pytest.mark.parametrize("is_quiet", [True, False])
 def test_rewards_that_are_logged_with_the_loss(tmp_path, capfd, is_quiet):
     """TRL's trainers do so; a monitor that says the steps knows none of them."""
-    arguments = TrainingArguments(
-        str(tmp_path),
-        max_steps=2,
-        per_device_train_batch_size=1,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        use_cpu=True,
-        disable_tqdm=is_quiet,
-    )
-    monitor = MFLossMonitor()
-    _LogsRewards(tiny_llama(), arguments, train_dataset=Counting(8), callbacks=[monitor]).train()
-    written = "".join(capfd.readouterr())
+    written = _written(_LogsRewards, tmp_path, capfd, is_quiet=is_quiet)
 
     assert len(re.findall(r"\breward'?:? '?0\.25", written)) == 2
     assert len(re.findall(r"rewards/length/mean'?:? '?0\.5", written)) == 2
