@@ -235,9 +235,8 @@ class OpenEpisode:
         After the end, a loss that is still far above the usual one is enough.
         """
         is_high = self._stays_high if self.is_over else self.has_diverged
-        return (bool(self.run_away) or is_high) and self.refined.get(
-            "cause", self.cause
-        ) not in _WITH_GOOD_WEIGHTS
+        has_diverged = bool(self.run_away) or is_high
+        return has_diverged and self.refined.get("cause", self.cause) not in _WITH_GOOD_WEIGHTS
 
     def is_worse_than(self, loss: float | None) -> bool:
         """Tell whether the last losses are higher than a loss; false if it is unknown."""

@@ -51,10 +51,8 @@ def rows_line(recipe: Recipe, rows: Rows, tables: Sequence[Dataset]) -> str | No
     unused = f"columns not used: {unused:.100}" if unused else ""
     if left := form.unused_in_turns(tables):
         unused = "; ".join(filter(None, [unused, f"not used: {', '.join(left)}"]))
-    numbered = numbered_rows(rows, tables)
-    return (
-        f"{numbered} of {form.name}{f' ({unused})' if unused else ''}{_empty(recipe, form, tables)}"
-    )
+    said = f"{numbered_rows(rows, tables)} of {form.name}{f' ({unused})' if unused else ''}"
+    return said + _empty(recipe, form, tables)
 
 
 def numbered_rows(rows: Rows, tables: Sequence[Dataset]) -> str:
