@@ -174,13 +174,14 @@ class RunNotes:
         if numbers.loss - 1 > _ODD_LOSS * guess:
             said = f"the first loss is {numbers.loss:.4g}, and {guess:.4g} if all {number} classes "
             said += "were alike"
-            look = "look at the initialization of the head, and whether the loss is a sum"
+            look = "look at the initialization of the head, whether the loss is a sum, and at the "
+            look += "rows of this step"
             notes.append(Cause("first_loss", said, look))
         elif numbers.loss > guess + _WORSE and _is_loaded(network):
             said = f"the first loss is {numbers.loss:.4g}, worse than the {guess:.4g} of guessing "
             said += f"among all {number} tokens, though the weights were loaded"
-            look = "look whether the tokenizer is the model's own, and whether the loss is a sum, "
-            look += "unless the model has never seen such texts"
+            look = "look whether the tokenizer is the model's own, whether the loss is a sum, and "
+            look += "at the rows of this step, unless the model has never seen such texts"
             notes.append(Cause("first_loss", said, look))
         return notes
 

@@ -81,6 +81,10 @@ _FAR_BEYOND_EARLY, _FEWEST_USUAL = math.log(30_000.0), 20
 """The same distance before there are so many others: a loss of rare classes, which is almost zero
 in most steps, has few spikes at first."""
 
+_RARE = 0.01
+"""Largest loss that may be a cross-entropy of rare classes. Before there are so many others, a step
+that has one costs no more than one of the first steps did."""
+
 _FEWEST_FALLS = 11
 """Number of distances from which on it is known how far the losses usually fall."""
 
@@ -243,9 +247,7 @@ class LossCourse:
         if self._plain.num_distances < (_EARLY if self._was_negative else _FEWEST_LOSSES - 1):
             score = math.nan
         is_far = score > LOSS_LIMIT and (log_score > _LOG_LIMIT or not is_positive)
-        if _FEWEST_LOSSES - 1 <= self._plain.num_distances < _EARLY:
-            # Losses that fall from the start on look like noise.
-            is_far |= 0 < _EARLY_RATIO * self._plain.highest < loss
+        is_far = self._is_early_spike(loss, is_far=is_far)
         # The logarithm of a loss on both sides of zero says nothing about its size.
         is_far |= not self._was_negative and self._is_far_beyond(log)
         if is_far or (score > HIGHER and norm_score > HIGHER):
@@ -281,6 +283,16 @@ class LossCourse:
         is_early = self._plain.num_distances < _EARLY
         least = _LEAST_EARLY_CHANGE if is_early else 0.0
         return loss < -_OPPOSITE * self.expected < 0 and self.expected - loss > least
+
+    def _is_early_spike(self, loss: float, *, is_far: bool) -> bool:
+        """Tell whether a loss is a spike though few are known; return `is_far` for all others."""
+        number = self._plain.num_distances
+        if number < _FEWEST_USUAL and 0 < self.expected < _RARE:
+            is_far &= loss > max(self._first)
+        if _FEWEST_LOSSES - 1 <= number < _EARLY:
+            # Losses that fall from the start on look like noise.
+            is_far |= 0 < _EARLY_RATIO * self._plain.highest < loss
+        return is_far
 
     def _is_far_beyond(self, log: float) -> bool:
         """Tell whether a loss is a spike, however far the spikes before were; such is its score."""
@@ -521,7 +533,8 @@ class _Series:
     def expected(self, number: int) -> float:
         """Return what was expected before the last `number` values; NaN without values."""
         earlier = list(self._values)[: len(self._values) - number][-RECENT:]
-        return statistics.median(earlier) if earlier else math.nan
+        # Of an even number, the lower middle one: a mean of two would carry one outlier twice.
+        return statistics.median_low(earlier) if earlier else math.nan
 
     def score(self, value: float) -> float:
         """Return how many deviations a value is above the expected one; NaN if unknown."""

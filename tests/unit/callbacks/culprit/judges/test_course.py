@@ -72,6 +72,15 @@ def test_a_few_rows_that_ruin_the_loss_early(bad):
     assert [step for step, _ in found(losses)] == [*bad]
 
 
+@pytest.mark.parametrize("first", [1, 2, 3])
+def test_a_row_that_has_ruined_one_of_the_first_losses(first):
+    """It has one large distance from what was expected, as that of any other step."""
+    losses = noisy(2.3, 20)
+    losses[first - 1] = losses[10] = 30.0
+
+    assert (11, "loss_spike") in found(losses)
+
+
 def test_the_second_loss_of_a_rare_class():
     """Early in a run, it is no ruin beside losses of almost nothing."""
     losses = noisy(1e-4, 30)
@@ -430,14 +439,14 @@ def test_losses_that_may_fall_below_zero(seed):
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_losses_that_were_alike_are_forgotten_with_one_that_is_explained(is_known):
-    """A row that nobody had found before, as at step 2, does not hide itself in the next pass."""
+    """A row that nobody had found before, as at steps 2 and 3, does not hide itself later."""
     losses = noisy(1.5, 40)
-    for step in (1, 9, 17):
+    for step in (1, 2, 9, 17):
         losses[step] = 5.4
     course, kinds = LossCourse(), []
     for step, loss in enumerate(losses):
         kinds.append(course.add(loss))
-        if loss == 5.4 and step > 1:
+        if loss == 5.4 and step > 2:
             course.forget(others_alike=is_known)
 
     assert (kinds[17] == "loss_spike") is is_known
