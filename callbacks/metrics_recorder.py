@@ -73,6 +73,7 @@ class MetricsRecorder(MonitorCallback):
         self._path = Path(folder) / "metrics.jsonl"
         self._lines: JsonLines | None = None
         self._reports: list[tuple[int, StepReport]] = []
+        self._args: TrainingArguments | None = None
         self._limit: float | None = None
         self._is_training = False
         self._own: dict[str, list[float]] = {}
@@ -89,15 +90,12 @@ class MetricsRecorder(MonitorCallback):
         """
         self._reports.clear()
         self._own.clear()
-        self._is_training, self._lines, self._limit = True, None, None
+        self._is_training, self._lines, self._args = True, None, args
         self._has_warned = False
         if not state.is_world_process_zero:
             return
         self._lines = open_records(self._path, state.global_step)
-        limit = None if args is None else args.max_grad_norm
-        if limit and last_value(self._path, "max_grad_norm") != limit:
-            # Written before the first record: another monitor may still refuse the folder.
-            self._limit = limit
+        self._limit = last_value(self._path, "max_grad_norm")
 
     def on_step_end(
         self,
@@ -238,9 +236,10 @@ class MetricsRecorder(MonitorCallback):
         """Write an additional record, on the main process only."""
         if self._lines is None:
             return
-        if self._limit is not None:
-            self._lines.append({"max_grad_norm": self._limit})
-            self._limit = None
+        limit = None if self._args is None else self._args.max_grad_norm
+        if limit and limit != self._limit:
+            self._lines.append({"max_grad_norm": limit})
+            self._limit = limit
         self._lines.append(record)
 
     def write_steps(self) -> None:
@@ -321,6 +320,7 @@ class ThroughputRecorder(MonitorCallback):
         state: TrainerState,
         *_: Any,
         logs: Mapping[str, Any] | None = None,
+        train_dataloader: Any = None,
         **__: Any,
     ) -> None:
         """Write the throughput of the steps since the clock was started."""
@@ -330,7 +330,7 @@ class ThroughputRecorder(MonitorCallback):
         self._start = state.global_step, self._clock()
         if args is None or self._lines is None or state.global_step == start:
             return
-        seen = Samples(RunSettings(), state, args, self._grown)
+        seen = Samples(RunSettings(), state, args, self._grown, train_dataloader)
         samples = seen.until(state.global_step) - seen.until(start)
         record = {"throughput": samples / (self._start[1] - seconds)}
         self._lines.append({"step": state.global_step, **record})

@@ -245,7 +245,7 @@ class MFLossMonitor(MonitorCallback, ExportableState):
         size: float | None = None if self._run is None else self._run.samples.per_update
         if self._counted_flops is not None:
             flops, size = self._counted_flops.value, self._counted_samples
-        if flops is None or not size or self._grown is None:
+        if flops is None or not size:
             return flops
         return flops * samples / size
 

@@ -84,7 +84,7 @@ class MonitoredRun:
         self._emit, self._flops = emit, flops
         self._length = run_length(settings, state, args, train_dataloader, grows=grown is not None)
         self._per_print_times = settings.per_print_times
-        self.samples = Samples(settings, state, args, grown)
+        self.samples = Samples(settings, state, args, grown, train_dataloader)
         """Samples of the updates."""
         self._num_processes = num_ranks()
         self._averages_loss = averages_loss(settings)

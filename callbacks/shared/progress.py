@@ -173,11 +173,15 @@ class StepClock:
 class Samples:
     """Count the samples of the updates of a run, on all processes together.
 
+    On one process, the last batch of a pass over the data counts the rows that it has. Several fill
+    it up.
+
     Args:
         settings: Settings of the monitor.
         state: State of the loop.
         args: Arguments of the Trainer; ``None`` in a loop without a Trainer.
         grown: Function of `mfwrap.trainer.MonitorCallback.take_samples`, if the batch grows.
+        train_dataloader: Data loader; ``None`` if unknown.
     """
 
     def __init__(
@@ -186,19 +190,27 @@ class Samples:
         state: TrainerState,
         args: TrainingArguments | None,
         grown: Callable[[int], int] | None = None,
+        train_dataloader: Any = None,
     ) -> None:
         self.per_update = global_batch_size(settings, state, args)
         """Samples of an update, at the end of a growth; 0 if unknown."""
         self._grown = grown
+        self._per_pass = 0
+        self._updates_per_pass = _num_updates(train_dataloader, args) or 1
+        if num_ranks() == 1 and args is not None and not settings.global_batch_size:
+            self._per_pass = _num_rows(train_dataloader, state.train_batch_size or 0)
 
     def until(self, step: int) -> int:
         """Return the samples of the first `step` updates; 0 if unknown."""
-        return step * self.per_update if self._grown is None else self._grown(step)
+        if self._grown is not None:
+            return self._grown(step)
+        if not self._per_pass:
+            return step * self.per_update
+        passes, rest = divmod(step, self._updates_per_pass)
+        return passes * self._per_pass + rest * self.per_update
 
     def mean(self, step: int, num_steps: int = 1) -> float:
         """Return the mean samples of the last `num_steps` updates up to a step; 0 if unknown."""
-        if self._grown is None:
-            return self.per_update
         return (self.until(step) - self.until(max(step - num_steps, 0))) / num_steps
 
 
@@ -324,6 +336,17 @@ def _num_updates(train_dataloader: Any, args: TrainingArguments | None) -> int |
         return None
     batches_per_update = 1 if args is None else args.gradient_accumulation_steps
     return math.ceil(len(train_dataloader) / batches_per_update) or None
+
+
+def _num_rows(train_dataloader: Any, batch_size: int) -> int:
+    """Return the rows of a pass over the data; 0 unless its batches have all of them once."""
+    dataset = getattr(train_dataloader, "dataset", None)
+    if not batch_size or dataset is None:
+        return 0
+    if not (has_length(dataset) and has_length(train_dataloader)):
+        return 0
+    is_whole = math.ceil(len(dataset) / batch_size) == len(train_dataloader)
+    return len(dataset) if is_whole else 0
 
 
 def _steps_per_epoch(max_steps: int, epochs: int | None, num_updates: int | None) -> int | None:

@@ -121,7 +121,7 @@ class TrainingStateRun:
         self._length = run_length(settings, state, args, train_dataloader, grows=grown is not None)
         first_step = self._length.position(global_step).step
         self.writers = MetricWriters(settings, args, folder, is_main=is_main, first_step=first_step)
-        self._samples = Samples(settings, state, args, grown)
+        self._samples = Samples(settings, state, args, grown, train_dataloader)
         self._last_lap = global_step
         self._metrics = StateMetrics(settings) if settings.formats else None
         self._noise_scale = new_noise_scale(settings, self._samples.per_update)

@@ -9,6 +9,7 @@ from accelerate.utils import ParallelismConfig
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.data import DataLoader
 from transformers import TrainerState, TrainingArguments
 
 from mfwrap.callbacks.loop.arguments import loop_arguments
@@ -253,6 +254,20 @@ def test_samples_of_a_batch_of_one_size():
     assert (samples.per_update, samples.until(3), samples.mean(3), samples.mean(7, 5)) == (
         *(8, 24, 8, 8),
     )
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "drop_last", "counts"),
+    [(17, False, [0, 16, 17, 33, 34]), (17, True, [0, 16, 32]), (16, False, [0, 16, 32])],
+)
+def test_samples_of_a_last_batch_that_is_small(num_rows, drop_last, counts):
+    """It counts the rows that it has, in each pass over the data."""
+    args = arguments(gradient_accumulation_steps=2)
+    loader = DataLoader(range(num_rows), batch_size=8, drop_last=drop_last)
+    samples = Samples(RunSettings(), state(train_batch_size=8), args, None, loader)
+
+    assert [samples.until(step) for step in range(len(counts))] == counts
+    assert samples.mean(2, 2) == counts[2] / 2
 
 
 def test_samples_of_a_batch_that_grows():
