@@ -49,9 +49,12 @@ _LEAST = 0.05
 _LEAST_OF_FIRST = 0.002
 """Least deviation of a loss, as a share of the first losses."""
 
-_LEAST_OF_BOTH_SIGNS = 0.05
-"""Least deviation of a loss that was zero at first, or below. That of a policy is rounding noise as
+_LEAST_ABOUT_ZERO = 0.05
+"""Least deviation of a loss that has been zero, or below. That of a policy is rounding noise as
 long as all rewards are equal, and a tenth of an advantage when they are not."""
+
+_ROUNDING = 1e-7
+"""Smallest loss that is no rounding noise of zero, and below zero."""
 
 _FEWEST_LOSSES = 3
 """Number of losses before one is judged: the first ones of a run may be anything."""
@@ -196,7 +199,7 @@ class LossCourse:
         self._log = _Series(lambda _: _LOG_PRIOR)
         self._first_losses = _FirstLosses()
         self._num_shifts, self._since_shift = 0, _SHIFT_ENDS
-        self._was_negative = self._has_run_away = False
+        self._was_zero = self._has_run_away = False
 
     @property
     def last(self) -> float:
@@ -240,16 +243,16 @@ class LossCourse:
         score = self.score / factor
         is_positive = not math.isnan(log) and self._log.num_distances > 0
         log_score = self._log.score(log) / factor if is_positive else math.nan
-        if self._log.num_distances > 0 and not self._was_negative and self._is_opposite(loss):
+        if self._log.num_distances > 0 and not self._was_zero and self._is_opposite(loss):
             # However little is known, the sign is.
             score, log_score = self.score, -math.inf
-        # A loss on both sides of zero, such as that of a policy, may be anything for longer.
-        if self._plain.num_distances < (_EARLY if self._was_negative else _FEWEST_LOSSES - 1):
+        # A loss about zero, such as that of a policy, may be anything for longer.
+        if self._plain.num_distances < (_EARLY if self._was_zero else _FEWEST_LOSSES - 1):
             score = math.nan
         is_far = score > LOSS_LIMIT and (log_score > _LOG_LIMIT or not is_positive)
         is_far = self._is_early_spike(loss, is_far=is_far)
-        # The logarithm of a loss on both sides of zero says nothing about its size.
-        is_far |= not self._was_negative and self._is_far_beyond(log)
+        # The logarithm of a loss about zero says nothing about its size.
+        is_far |= not self._was_zero and self._is_far_beyond(log)
         if is_far or (score > HIGHER and norm_score > HIGHER):
             found = "loss_spike"
         elif (
@@ -262,7 +265,7 @@ class LossCourse:
             if len(self._first) < RECENT:
                 self._first.append(loss)
                 self.first = statistics.median(self._first)
-            self._was_negative |= loss < 0
+            self._was_zero |= loss < _ROUNDING
             self._plain.add(loss)
             if not math.isnan(log):
                 self._log.add(log)
@@ -289,7 +292,7 @@ class LossCourse:
         number = self._plain.num_distances
         if number < _FEWEST_USUAL and 0 < self.expected < _RARE:
             is_far &= loss > max(self._first)
-        if _FEWEST_LOSSES - 1 <= number < _EARLY:
+        if _FEWEST_LOSSES - 1 <= number < _EARLY and not self._was_zero:
             # Losses that fall from the start on look like noise.
             is_far |= 0 < _EARLY_RATIO * self._plain.highest < loss
         return is_far
@@ -306,7 +309,7 @@ class LossCourse:
         if self.first is None:
             return 0.0
         least = _LEAST_OF_FIRST * abs(self.first)
-        return max(least, _LEAST_OF_BOTH_SIGNS) if self._was_negative or not self.first else least
+        return max(least, _LEAST_ABOUT_ZERO) if self._was_zero else least
 
     def forget(self, *, others_alike: bool = False) -> None:
         """Forget how far the last loss was from what was expected of it.
@@ -340,7 +343,7 @@ class LossCourse:
             "log": self._log.state_dict(),
             "num_shifts": self._num_shifts,
             "since_shift": self._since_shift,
-            "was_negative": self._was_negative,
+            "was_zero": self._was_zero,
             "has_run_away": self._has_run_away,
         }
 
@@ -354,7 +357,7 @@ class LossCourse:
         self._plain.load_state_dict(state["plain"])
         self._log.load_state_dict(state["log"])
         self._num_shifts, self._since_shift = state["num_shifts"], state["since_shift"]
-        self._was_negative = state.get("was_negative", False)
+        self._was_zero = state.get("was_zero", False)
         self._has_run_away = state.get("has_run_away", False)
 
 

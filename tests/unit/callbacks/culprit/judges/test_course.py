@@ -384,6 +384,13 @@ def test_a_loss_of_a_policy_whose_rewards_were_all_equal(first, sign):
         assert found([*first, sign * later, 0.0, later]) == []
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_loss_of_a_policy_whose_first_one_was_not_zero(sign):
+    """Rounding about zero follows, of one sign or of both, and then one of an ordinary size."""
+    about_zero = [0.0, sign * 7e-9, sign * 7e-9, 1e-8]
+    assert found([0.0035, *about_zero, 0.0974, -0.0027, 0.132, 0.0879, *about_zero, 0.135]) == []
+
+
 def test_a_loss_that_was_below_zero_before_may_be_so_again():
     """However long ago, also across a resume."""
     course = LossCourse()
@@ -392,7 +399,7 @@ def test_a_loss_that_was_below_zero_before_may_be_so_again():
     later = LossCourse()
     later.load_state_dict(json.loads(json.dumps(course.state_dict())))
     state = course.state_dict()
-    del state["was_negative"]  # one of before
+    del state["was_zero"]  # one of before
     earlier = LossCourse()
     earlier.load_state_dict(state)
 
