@@ -161,6 +161,8 @@ class CulpritFinder:
             self.is_shared = all_ranks_meet(f"{kind} {numbers.step}")
             return self._finite([kind], step)
         kinds = self._kinds.own(scores)
+        if self.episodes.diverged_step is not None and not self.judges.course.run_away:
+            kinds = [each for each in kinds if each != "loss_drop"]  # on its way back
         # A rate that has jumped is the cause of the loss.
         if not math.isfinite(numbers.loss) and "learning_rate_spike" not in kinds:
             own = self._own_evidence("loss_not_finite", step)

@@ -11,7 +11,7 @@ from support.pathologies import NAN_IMAGE, run_pathology
 
 _FIRST = {
     "a": ("learning_rate", 2, "learning rate too high", "lower the learning rate by orders of"),
-    "b": ("data", 61, "bad data: the loss rose to", "look at the samples of these steps"),
+    "b": ("data", 61, "bad data: the loss rose to", "look at the samples of this step"),
     "c": ("optimizer_epsilon", 2, "eps=1e-08 is zero in float16", "skipped all 39 updates"),
     "e": ("batch_norm", 78, "ruined BatchNorm statistics", f"data set index {NAN_IMAGE} "),
 }

@@ -124,10 +124,10 @@ def bad(evidence: CauseEvidence) -> Cause | None:
         why = "while those of the step before have their loss as before"
     else:
         return None
-    return Cause(
+    return far_rows(evidence) or Cause(
         "data",
         f"{rose} on the data of {where}, {why}",
-        "look at the samples of these steps",
+        "look at the samples of this step",
         micro_batch=number,
     )
 

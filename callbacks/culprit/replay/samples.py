@@ -168,14 +168,14 @@ def _placed(row: BadRow, place: RowPlace | None) -> BadRow:
 
 
 def with_samples(anomaly: Anomaly, searches: Sequence[RowSearch | None]) -> Anomaly:
-    """Return an anomaly with the samples that stand out.
+    """Return an anomaly with the samples that stand out; of a consequence, they say nothing.
 
     Args:
         anomaly: Anomaly of a step.
         searches: Result of each rank that is known; ``None`` if it has not searched.
     """
     done = [each for each in searches if each is not None]
-    if not done:
+    if not done or anomaly.cause == "diverged":
         return anomaly
     named = [each for each in done if each.rows]
     rows = sorted((row for each in named for row in each.rows), key=_order)

@@ -792,3 +792,20 @@ def test_an_anomaly_after_a_divergence(later, cause):
 
     assert (found.kind, found.cause) == ("gradient_not_finite", cause)
     assert (found.explanation == "it follows the divergence of step 2") is (cause == "diverged")
+
+
+@pytest.mark.parametrize(("has_diverged", "kind"), [(True, None), (False, "loss_drop")])
+def test_a_loss_on_its_way_back(has_diverged, kind):
+    """After a divergence, a loss that falls is no fault, though it is far below those before."""
+    finder = CulpritFinder(None, spike_factor=2.0, limit=1e19)
+    for step in range(1, 40):
+        if has_diverged and step == 20:
+            known = {"cause": "learning_rate", "usual_loss": 2.0, "ranks": (0,), "layer": None}
+            finder.episodes.add(Anomaly(step=20, kind="spike", **known), 1200.0, is_shared=False)
+        numbers = numbers_of(step, StepValues(loss=1200.0 + step % 3))
+        finder.episodes.watch(numbers)
+        assert judged(finder, step, loss=numbers.loss) is None
+        finder.episodes.pass_over(numbers)
+    found = judged(finder, 40, loss=300.0)
+
+    assert (None if found is None else found.kind) == kind

@@ -60,6 +60,14 @@ def test_when_nothing_is_searched():
     assert with_samples(anomaly, [None, None]) is anomaly
 
 
+def test_the_samples_of_a_consequence_say_nothing():
+    """Ruined weights make some rows worse than others; these are not the ones to leave out."""
+    step = planted("GroupNorm", "nan", 0)
+    found = searched(SampleSearch(step.recorder), 7, cause="diverged")
+
+    assert (found.samples, found.samples_detail) == ((), None)
+
+
 def test_why_no_sample_is_named():
     """If no row stands out, the record says so."""
     step = planted("GroupNorm", "nan", 0)
