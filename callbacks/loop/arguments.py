@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from mfwrap.collectives import this_rank
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class LoopArguments:
     """Stand in for ``TrainingArguments`` in a loop of your own; monitors read these fields."""
 
@@ -26,6 +26,8 @@ class LoopArguments:
     num_train_epochs: float = 0.0
     data_seed: int | None = None
     max_grad_norm: float | None = None
+    """Norm that the last update was clipped to; ``None`` if it was not."""
+
     torch_compile: bool = False
     eval_on_start: bool = False
     load_best_model_at_end: bool = False

@@ -274,6 +274,8 @@ class LoopMonitor:
             self._requests.saved(Path())
         self._last_report = report
         self._state.global_step += 1
+        if self._args is not None:
+            self._args.max_grad_norm = self._source.max_grad_norm
         self._send("on_step_end", step_output=output, step_report=report)
         if self._facts is not None and self._state.global_step % _STEPS_BETWEEN_TIMES == 0:
             self._facts.note(self._state.global_step)

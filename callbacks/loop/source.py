@@ -68,6 +68,12 @@ class UpdateSource:
         return found
 
     @property
+    def max_grad_norm(self) -> float | None:
+        """Norm that gradients are clipped to; ``None`` if they are not, or if it is unknown."""
+        config = self.step_config
+        return config.max_grad_norm if config is not None and config.use_clip_grad else None
+
+    @property
     def loader(self) -> Any:
         """The first prepared data loader; ``None`` without one."""
         loaders = [] if self.accelerator is None else data_loaders_of(self.accelerator)
@@ -104,6 +110,12 @@ class AttachedSource(UpdateSource):
     def optimizer(self) -> Any:
         """The first prepared optimizer."""
         return next(iter(optimizers_of(self.attached.accelerator)), None)
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """Limit of the loop's own last clipping, or else of the step's."""
+        own = self.attached.attachment.max_grad_norm
+        return super().max_grad_norm if own is None else own
 
     def report(self) -> StepReport | None:
         """Return the report of the last update."""

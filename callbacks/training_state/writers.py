@@ -55,13 +55,12 @@ class MetricWriters:
             curves = Path(settings.tensorboard_dir, f"rank_{rank}" if rank else "")
             self._events = EventsFile(curves)
         self._lines: JsonLines | None = None
-        self._once: dict[str, float] = {}
+        self._args = args
+        self._limit: float | None = None
         if folder is not None and "jsonl" in settings.formats:
             self._lines = open_records(rank_file(folder, "training_state", rank), first_step)
-            limit = None if args is None else args.max_grad_norm
             # A resumed training continues a file that has the limit already.
-            if limit and limit != last_value(self._lines.path, "max_grad_norm"):
-                self._once = {"max_grad_norm": limit}
+            self._limit = last_value(self._lines.path, "max_grad_norm")
 
     def write(
         self,
@@ -90,7 +89,9 @@ class MetricWriters:
                 self._events.add(tag, value, position.step)
         if self._lines is not None and "jsonl" in by_format:
             place = {"step": position.step, "epoch": position.epoch}
-            once, self._once = self._once, {}
+            limit = None if self._args is None else self._args.max_grad_norm
+            once = {"max_grad_norm": limit} if limit and limit != self._limit else {}
+            self._limit = limit or self._limit
             self._lines.append({**place, **once, **step_numbers, **by_format["jsonl"]})
         if "trackers" in by_format:
             self._track(position.step, by_format["trackers"], step_numbers)

@@ -152,6 +152,9 @@ class Attachment:
         self.numbers_micro_batches = False
         """Whether the loop uses ``accelerator.accumulate``. If so, ``accelerator.step`` numbers the
         micro-batches of an update: 1, 2, ..., and 0 for the data loader's last micro-batch."""
+        self.max_grad_norm: float | None = None
+        """Limit of the loop's last ``clip_grad_norm_``; ``None`` before one with a finite limit of
+        the L2 norm."""
         self.answers_late = False
         """Whether ``optimizer_step_was_skipped`` returns False if the true answer would synchronize
         with the device. The Trainer reads it after every step."""

@@ -21,6 +21,7 @@ only, and any process can load it. So a pickled accelerator, optimizer or schedu
 that `AttachedStep.detach` would leave.
 """
 
+import math
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -165,6 +166,8 @@ class AttachedAccelerator:
 
         The optimizer's step does the clipping if possible; see `clip_grad_norm`.
         """
+        if norm_type == 2 and isinstance(max_norm, int | float) and math.isfinite(max_norm):
+            self.attachment.max_grad_norm = float(max_norm)
         with self.attachment.explaining_memory(Section.UPDATE):
             return clip_grad_norm(
                 list(self.attachment.windows.values()),

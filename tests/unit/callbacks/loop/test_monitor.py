@@ -102,6 +102,7 @@ def test_each_update_has_one_record(tmp_path, at_each_batch, arrives_late):
     assert [[record[name] for name in names] for record in records] == loop.norms
     weights = math.sqrt(sum(p.detach().double().square().sum() for p in loop.network.parameters()))
     assert records[-1]["weight_norm"] == pytest.approx(weights, rel=1e-6)
+    assert [record.pop("max_grad_norm", None) for record in records] == [1.0, None, None, None]
     for record, row in zip(records, rows, strict=True):
         del record["epoch"]
         assert row == record

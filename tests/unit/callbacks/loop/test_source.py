@@ -1,10 +1,12 @@
 """Each kind of loop has its network, its optimizer and a call before the weights change."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
-from mfwrap import MFTrainOneStepCell, WithLossCell
+from mfwrap import MFTrainOneStepCell, StepConfig, WithLossCell
 from mfwrap.accelerate import attach
 from mfwrap.callbacks.loop.source import source_of
 from support.attached_runs import new_accelerator
@@ -65,6 +67,25 @@ def test_the_call_comes_before_the_weights_change(make):
     assert seen == [(True, True)]
     assert source.model is network
     assert source.optimizer is not None
+
+
+def test_the_limit_of_clipping():
+    """It is that of the step, or of the loop's last call, unless that clips nothing."""
+    attached, network, _ = attached_loop()
+    source, found = source_of(attached, network), []
+    for limit in (0.25, math.inf, 0.5):
+        found.append(source.max_grad_norm)
+        attached.accelerator.backward(network(torch.ones(1, 2)).sum())
+        attached.accelerator.clip_grad_norm_(network.parameters(), limit)
+    assert [*found, source.max_grad_norm] == [None, 0.25, 0.25, 0.5]
+
+    config = StepConfig(use_clip_grad=True, max_grad_norm=0.125)
+    attached = attach(new_accelerator(), config)
+    assert source_of(attached, network).max_grad_norm == 0.125
+    cell, *_ = cell_loop()
+    assert source_of(cell, None).max_grad_norm is None
+    optimizer, *_ = plain_loop()
+    assert source_of(optimizer, network).max_grad_norm is None
 
 
 def test_a_cell_may_have_a_config_of_its_own():
