@@ -16,6 +16,9 @@ _SHORT = 160
 """Characters of a text that are shown at once."""
 
 _BASE_64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
+_CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x9f]")
+"""A character that a browser does not show. A model that has learned little may say one."""
+
 _CUT = " [...]"
 """End of an answer that has reached the largest number of tokens; see `SampleMonitor`."""
 
@@ -94,6 +97,7 @@ def _answers(raw: Mapping[int, str], averaged: Mapping[int, str], step: int) -> 
 
 def _text(text: str) -> str:
     """Return a text as HTML: the rest of a long text is folded, and an empty one is called so."""
+    text = _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
     if not text.removesuffix(_CUT).strip():
         cut = ", cut" if text.endswith(_CUT) else ""
         return f'<span class="note">{f"only white space{cut}" if text else "empty"}</span>'

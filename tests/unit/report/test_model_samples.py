@@ -95,6 +95,13 @@ def test_markup_is_text(tmp_path):
     assert "&lt;script&gt;" in text
 
 
+def test_control_characters_are_spelled_out(tmp_path):
+    """A browser shows none of them; a joiner of letters, as in Persian, is none."""
+    said = "\x05 of 5\tmm\x7f\u200c."
+
+    assert "\\x05 of 5\tmm\\x7f\u200c." in page(tmp_path, record(1, said))
+
+
 def test_a_long_text_is_folded(tmp_path):
     """The rest of a long text is in a fold, and nothing is there twice."""
     words = " ".join(map(str, range(200)))
