@@ -14,6 +14,8 @@ from mfwrap.tensors.wrappers import plain_name, unwrapped_network
 _FEWEST_LAYERS = 3
 _LEAST_RISE = 4.0
 _LEAST_SCORE = LIMITS["local_norm"] / 2
+_CALM = 2.0
+"""Largest rise of the norm of all other gradients together that is ordinary."""
 
 
 @final
@@ -63,4 +65,17 @@ def layer_of_rise(layers: LayerNames, evidence: RankEvidence) -> str | None:
     first, second = sorted(rises, key=lambda layer: -rises[layer])[:2]
     # The others must be clearly calm: the square root of the rise separates the two on a log scale.
     is_alone = rises[first] > _LEAST_RISE and rises[second] < math.sqrt(rises[first])
+    is_alone &= _rise_outside(layers, evidence, first) < _CALM
     return first if is_alone and scores[first] > _LEAST_SCORE else None
+
+
+def _rise_outside(layers: LayerNames, evidence: RankEvidence, layer: str) -> float:
+    """Return how far the norm of all gradients outside of a layer has risen; 0 if it is unknown."""
+    others = [
+        number
+        for number, usual in enumerate(evidence.usual_norms)
+        if usual > 0 and layers.of(evidence.names[number]) != layer
+    ]
+    usual = math.hypot(*(evidence.usual_norms[number] for number in others))
+    now = math.hypot(*(evidence.norms[number] for number in others))
+    return now / usual if usual > 0 else 0.0
