@@ -77,9 +77,10 @@ def check_weights_fit(
     if hasattr(network, "peft_config"):
         return  # the folder has an adapter, and `info` is about the adapter
     file = file_of_weights(path)
-    known = {name for name, _ in network.named_parameters(remove_duplicate=False)}
-    known |= {name for name, each in network.named_buffers() if each.is_floating_point()}
+    known = dict(network.named_parameters(remove_duplicate=False))
+    known |= {name: each for name, each in network.named_buffers() if each.is_floating_point()}
     expected = [name for name in network.state_dict() if name in known]
+    number = len({id(known[name]) for name in expected})  # tied weights are one
     is_of_class = type(network).__name__ in (network.config.architectures or ())
 
     def is_of_head(name: str) -> bool:
@@ -96,7 +97,7 @@ def check_weights_fit(
         got, wanted = map(list, shapes[other[0]])
         msg = (
             f"`path` must have weights of the sizes in its config.json, got {file} with "
-            f"{other[0]} of shape {got} instead of {wanted} ({len(other)} of {len(expected)} "
+            f"{other[0]} of shape {got} instead of {wanted} ({len(other)} of {number} "
             f"differ); {_ONE_MODEL}"
         )
         raise ModelError(msg)
@@ -110,7 +111,7 @@ def check_weights_fit(
             todo = _what_to_do(missing[0], unused)
         msg = (
             f"`path` must have weights for all of the network, got {file} without {missing[0]} "
-            f"({len(missing)} of {len(expected)} are missing); {todo}"
+            f"({len(missing)} of {number} are missing); {todo}"
         )
         raise ModelError(msg)
     if left := [name for name in unused if not (is_optional(name) or is_of_head(name))]:

@@ -210,6 +210,19 @@ def test_sizes_that_do_not_fit(llama, key, size, got, wanted):
     assert says in str(error.value)
 
 
+def test_tied_weights_are_counted_once(llama):
+    """All weights of the file have another size."""
+    network = AutoModelForCausalLM.from_pretrained(llama)
+    network.config.tie_word_embeddings = True
+    network.tie_weights()
+    network.save_pretrained(llama)
+    number = len(load_file(llama / "model.safetensors"))
+    set_config(llama, hidden_size=32)
+
+    with pytest.raises(ModelError, match=rf"\({number} of {number} differ\)"):
+        load(llama)
+
+
 @pytest.mark.parametrize("key", ["hidden_size", "intermediate_size"])
 def test_only_the_head_of_a_classifier_may_have_another_size(tmp_path, key):
     """Data with other classes give a new head, and hide no other weight of another size."""
