@@ -44,6 +44,7 @@ def samples_of(records: Sequence[Mapping[str, Any]]) -> list[str]:
         lines.append(
             f"to leave {what} out of this pass: write the {line} {codes} to a file, and "
             "give the file as <code>--skip-rows</code> or <code>MFTrainer(skip_rows=...)</code>"
+            f"; to leave {what} out of all passes, remove {what} from the data"
         )
     num_steps = max(record.get("num_steps", 1) for record in records)
     num_searched = max(record.get("num_searched", 1) for record in records)

@@ -8,7 +8,7 @@ import pytest
 from mfwrap.report.samples import compared, samples_of
 
 ROW = {"rank": 1, "micro_batch": 2, "row": 3}
-GIVEN = "to a file, and give the file as --skip-rows or MFTrainer(skip_rows=...)"
+GIVEN = "to a file, and give the file as --skip-rows or MFTrainer(skip_rows=...); "
 
 
 def text_of(record):
@@ -25,7 +25,7 @@ def text_of(record):
                 "data set index 77 (rank 1, micro-batch 2, row 3), epoch 2, position 40",
                 (
                     'to leave it out of this pass: write the line {"epoch": 2, "position": 40} '
-                    f"{GIVEN}"
+                    f"{GIVEN}to leave it out of all passes, remove it from the data"
                 ),
             ],
         ),
@@ -37,6 +37,8 @@ def text_of(record):
                 (
                     'to leave them out of this pass: write the lines {"epoch": 0, "position": 1} '
                     f'{{"epoch": 0, "position": 2}} {GIVEN}'
+                    "to leave them out of all passes, "
+                    "remove them from the data"
                 ),
             ],
         ),
