@@ -162,7 +162,8 @@ class CulpritFinder:
             return self._finite([kind], step)
         kinds = self._kinds.own(scores)
         if self.episodes.diverged_step is not None and not self.judges.course.run_away:
-            kinds = [each for each in kinds if each != "loss_drop"]  # on its way back
+            # A loss that falls after a divergence is recovering.
+            kinds = [each for each in kinds if each != "loss_drop"]
         # A rate that has jumped is the cause of the loss.
         if not math.isfinite(numbers.loss) and "learning_rate_spike" not in kinds:
             own = self._own_evidence("loss_not_finite", step)

@@ -53,11 +53,12 @@ def layer_of_rise(layers: LayerNames, evidence: RankEvidence) -> str | None:
     Returns:
         ``None`` if gradients of several layers have risen, or if fewer than three layers are known.
     """
+    layer_of_group = [layers.of(name) for name in evidence.names]
     rises: dict[str, float] = {}
     scores: dict[str, float] = {}
     for number in range(len(evidence.scores)):
         if evidence.is_judged(number):
-            layer = layers.of(evidence.names[number])
+            layer = layer_of_group[number]
             rises[layer] = max(rises.get(layer, 0.0), evidence.rise(number))
             scores[layer] = max(scores.get(layer, -math.inf), evidence.scores[number])
     if len(rises) < _FEWEST_LAYERS:
@@ -65,17 +66,14 @@ def layer_of_rise(layers: LayerNames, evidence: RankEvidence) -> str | None:
     first, second = sorted(rises, key=lambda layer: -rises[layer])[:2]
     # The others must be clearly calm: the square root of the rise separates the two on a log scale.
     is_alone = rises[first] > _LEAST_RISE and rises[second] < math.sqrt(rises[first])
-    is_alone &= _rise_outside(layers, evidence, first) < _CALM
+    others = [number for number, layer in enumerate(layer_of_group) if layer != first]
+    is_alone &= _rise_of(evidence, others) < _CALM
     return first if is_alone and scores[first] > _LEAST_SCORE else None
 
 
-def _rise_outside(layers: LayerNames, evidence: RankEvidence, layer: str) -> float:
-    """Return how far the norm of all gradients outside of a layer has risen; 0 if it is unknown."""
-    others = [
-        number
-        for number, usual in enumerate(evidence.usual_norms)
-        if usual > 0 and layers.of(evidence.names[number]) != layer
-    ]
-    usual = math.hypot(*(evidence.usual_norms[number] for number in others))
-    now = math.hypot(*(evidence.norms[number] for number in others))
+def _rise_of(evidence: RankEvidence, groups: Sequence[int]) -> float:
+    """Return the ratio of the norm of several groups together to the usual one; 0 if unknown."""
+    known = [number for number in groups if evidence.usual_norms[number] > 0]
+    usual = math.hypot(*(evidence.usual_norms[number] for number in known))
+    now = math.hypot(*(evidence.norms[number] for number in known))
     return now / usual if usual > 0 else 0.0

@@ -26,7 +26,7 @@ class LoopArguments:
     num_train_epochs: float = 0.0
     data_seed: int | None = None
     max_grad_norm: float | None = None
-    """Norm that the last update was clipped to; ``None`` if it was not."""
+    """Limit of the last clipping; ``None`` if nothing has been clipped yet."""
 
     torch_compile: bool = False
     eval_on_start: bool = False

@@ -173,8 +173,8 @@ class StepClock:
 class Samples:
     """Count the samples of the updates of a run, on all processes together.
 
-    On one process, the last batch of a pass over the data counts the rows that it has. Several fill
-    it up.
+    On one process, the last batch of a pass over the data counts with the rows that it has. On
+    several processes it counts as a full batch, because accelerate fills it up with other rows.
 
     Args:
         settings: Settings of the monitor.

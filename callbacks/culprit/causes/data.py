@@ -124,9 +124,9 @@ def bad(evidence: CauseEvidence) -> Cause | None:
         why = "while those of the step before have their loss as before"
     else:
         return None
-    return far_rows(evidence) or Cause(
+    return Cause(
         "data",
-        f"{rose} on the data of {where}, {why}",
+        _of_far_rows(blamed) or f"{rose} on the data of {where}, {why}",
         "look at the samples of this step",
         micro_batch=number,
     )
@@ -160,23 +160,24 @@ def far_rows(evidence: CauseEvidence) -> Cause | None:
     That says enough even if it is unknown whether the loss of the step is unusual, as after a few
     steps, or in a run that has had such rows before; and of a loss that the Trainer computes.
     """
-    blamed = evidence.blamed
-    rows = () if blamed.search is None else blamed.search.rows
-    losses = [row.loss for row in rows if row.loss is not None]
-    least = min(losses) if losses and len(losses) == len(rows) else math.nan
     has_moved = any(evidence.rise_of_updates(each) >= _LARGE_UPDATE for each in evidence.before)
     if evidence.kind not in {"loss_spike", "spike"} or has_moved or has_spoilt(evidence.before):
         return None
+    said = _of_far_rows(evidence.blamed)
+    return Cause("data", said, "look at the samples of this step") if said else None
+
+
+def _of_far_rows(blamed: RankEvidence) -> str:
+    """Return what the losses of a few rows are, in a clause; empty unless all are far too high."""
+    rows = () if blamed.search is None else blamed.search.rows
+    losses = [row.loss for row in rows if row.loss is not None]
+    least = min(losses) if losses and len(losses) == len(rows) else math.nan
     if not 0 < _FAR * blamed.usual_loss < least < math.inf:
-        return None
+        return ""
     what = f"one row has a loss of {least:.4g}"
     if len(rows) > 1:
         what = f"{len(rows)} rows have losses of {least:.4g} or more"
-    return Cause(
-        "data",
-        f"{what} (usually {blamed.usual_loss:.4g})",
-        "look at the samples of this step",
-    )
+    return f"{what} (usually {blamed.usual_loss:.4g})"
 
 
 def _has_risen(evidence: CauseEvidence) -> bool:

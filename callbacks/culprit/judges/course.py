@@ -54,7 +54,7 @@ _LEAST_ABOUT_ZERO = 0.05
 long as all rewards are equal, and a tenth of an advantage when they are not."""
 
 _ROUNDING = 1e-7
-"""Smallest loss that is no rounding noise of zero, and below zero."""
+"""A smaller loss is negative, or zero but for rounding in float32."""
 
 _FEWEST_LOSSES = 3
 """Number of losses before one is judged: the first ones of a run may be anything."""
@@ -85,8 +85,8 @@ _FAR_BEYOND_EARLY, _FEWEST_USUAL = math.log(30_000.0), 20
 in most steps, has few spikes at first."""
 
 _RARE = 0.01
-"""Largest loss that may be a cross-entropy of rare classes. Before there are so many others, a step
-that has one costs no more than one of the first steps did."""
+"""Largest expected loss that may be that of rare classes. Among the first losses of such a run, a
+loss that is no higher than one of the first five is ordinary."""
 
 _FEWEST_FALLS = 11
 """Number of distances from which on it is known how far the losses usually fall."""
@@ -250,7 +250,7 @@ class LossCourse:
         if self._plain.num_distances < (_EARLY if self._was_zero else _FEWEST_LOSSES - 1):
             score = math.nan
         is_far = score > LOSS_LIMIT and (log_score > _LOG_LIMIT or not is_positive)
-        is_far = self._is_early_spike(loss, is_far=is_far)
+        is_far = self._is_far_above_all(loss) or (is_far and not self._may_be_rare(loss))
         # The logarithm of a loss about zero says nothing about its size.
         is_far |= not self._was_zero and self._is_far_beyond(log)
         if is_far or (score > HIGHER and norm_score > HIGHER):
@@ -287,15 +287,16 @@ class LossCourse:
         least = _LEAST_EARLY_CHANGE if is_early else 0.0
         return loss < -_OPPOSITE * self.expected < 0 and self.expected - loss > least
 
-    def _is_early_spike(self, loss: float, *, is_far: bool) -> bool:
-        """Tell whether a loss is a spike though few are known; return `is_far` for all others."""
-        number = self._plain.num_distances
-        if number < _FEWEST_USUAL and 0 < self.expected < _RARE:
-            is_far &= loss > max(self._first)
-        if _FEWEST_LOSSES - 1 <= number < _EARLY and not self._was_zero:
-            # Losses that fall from the start on look like noise.
-            is_far |= 0 < _EARLY_RATIO * self._plain.highest < loss
-        return is_far
+    def _may_be_rare(self, loss: float) -> bool:
+        """Tell whether an early loss may be that of a rare class, as one before was."""
+        is_early = self._plain.num_distances < _FEWEST_USUAL
+        return is_early and 0 < self.expected < _RARE and loss <= max(self._first)
+
+    def _is_far_above_all(self, loss: float) -> bool:
+        """Tell whether an early loss is far above all: losses that fall look like noise."""
+        is_early = _FEWEST_LOSSES - 1 <= self._plain.num_distances < _EARLY
+        is_far = 0 < _EARLY_RATIO * self._plain.highest < loss
+        return is_early and is_far and not self._was_zero
 
     def _is_far_beyond(self, log: float) -> bool:
         """Tell whether a loss is a spike, however far the spikes before were; such is its score."""

@@ -168,7 +168,9 @@ def _placed(row: BadRow, place: RowPlace | None) -> BadRow:
 
 
 def with_samples(anomaly: Anomaly, searches: Sequence[RowSearch | None]) -> Anomaly:
-    """Return an anomaly with the samples that stand out; of a consequence, they say nothing.
+    """Return an anomaly with the samples that stand out.
+
+    An anomaly that follows a divergence gets none: with ruined weights, any row may stand out.
 
     Args:
         anomaly: Anomaly of a step.

@@ -96,7 +96,7 @@ def test_markup_is_text(tmp_path):
 
 
 def test_control_characters_are_spelled_out(tmp_path):
-    """A browser shows none of them; a joiner of letters, as in Persian, is none."""
+    """They appear as escapes. White space and joiners of letters, as in Persian, stay."""
     said = "\x05 of 5\tmm\x7f\u200c."
 
     assert "\\x05 of 5\tmm\\x7f\u200c." in page(tmp_path, record(1, said))

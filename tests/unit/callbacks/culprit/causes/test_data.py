@@ -51,6 +51,16 @@ def test_rows_far_above_the_usual_loss(kind, losses, steps, said):
     assert said is None or found.explanation == said
 
 
+@pytest.mark.parametrize(("loss", "says"), [(90.0, "one row has a loss of 90"), (9.0, "the loss")])
+def test_a_row_far_above_the_usual_loss_in_a_later_pass(loss, says):
+    """It is named as in the first pass, where the loss of the step could not be judged yet."""
+    row = BadRow(rank=0, micro_batch=2, row=2, loss=loss)
+    found = cause(rank={"micro_losses": (3.0, 3.1, 60.0), "search": RowSearch((row,), "")})
+
+    assert (found.name, found.micro_batch) == ("data", 2)
+    assert found.explanation.startswith(says)
+
+
 def test_without_anything_that_speaks_for_one_of_them_both_are_named():
     """The reader learns what was ruled out, and that two causes are left."""
     said = cause(rank=UNKNOWN).explanation

@@ -74,7 +74,7 @@ def test_a_few_rows_that_ruin_the_loss_early(bad):
 
 @pytest.mark.parametrize("first", [1, 2, 3])
 def test_a_row_that_has_ruined_one_of_the_first_losses(first):
-    """It has one large distance from what was expected, as that of any other step."""
+    """It is found again: one bad loss counts as one large distance, not as two."""
     losses = noisy(2.3, 20)
     losses[first - 1] = losses[10] = 30.0
 
