@@ -161,8 +161,9 @@ class CulpritFinder:
             self.is_shared = all_ranks_meet(f"{kind} {numbers.step}")
             return self._finite([kind], step)
         kinds = self._kinds.own(scores)
-        if self.episodes.diverged_step is not None and not self.judges.course.run_away:
-            # A loss that falls after a divergence is recovering.
+        # A loss that falls after a divergence is recovering.
+        is_drop = "loss_drop" in kinds and not self.judges.course.run_away
+        if is_drop and self.episodes.diverged_step is not None:
             kinds = [each for each in kinds if each != "loss_drop"]
         # A rate that has jumped is the cause of the loss.
         if not math.isfinite(numbers.loss) and "learning_rate_spike" not in kinds:
