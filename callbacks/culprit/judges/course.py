@@ -53,6 +53,10 @@ _LEAST_ABOUT_ZERO = 0.05
 """Least deviation of a loss that has been zero, or below. That of a policy is rounding noise as
 long as all rewards are equal, and a tenth of an advantage when they are not."""
 
+_ADVANTAGE = 1.0
+"""Size of a loss that has been zero, or below, which is ordinary at any time: that of an
+advantage."""
+
 _ROUNDING = 1e-7
 """A smaller loss is negative, or zero but for rounding in float32."""
 
@@ -295,8 +299,8 @@ class LossCourse:
     def _is_far_above_all(self, loss: float) -> bool:
         """Tell whether an early loss is far above all: losses that fall look like noise."""
         is_early = _FEWEST_LOSSES - 1 <= self._plain.num_distances < _EARLY
-        is_far = 0 < _EARLY_RATIO * self._plain.highest < loss
-        return is_early and is_far and not self._was_zero
+        least = _ADVANTAGE if self._was_zero else 0.0
+        return is_early and 0 < _EARLY_RATIO * max(self._plain.highest, least) < loss
 
     def _is_far_beyond(self, log: float) -> bool:
         """Tell whether a loss is a spike, however far the spikes before were; such is its score."""

@@ -391,6 +391,13 @@ def test_a_loss_of_a_policy_whose_first_one_was_not_zero(sign):
     assert found([0.0035, *about_zero, 0.0974, -0.0027, 0.132, 0.0879, *about_zero, 0.135]) == []
 
 
+def test_a_loss_of_a_policy_that_is_far_above_all():
+    """It is a spike, however little is known of the run."""
+    about_zero = [0.0035, 0.0, -7e-9, 0.2556, -0.0027]
+    assert found([*about_zero, 654.7, 0.132]) == [(6, "loss_spike")]
+    assert found([*about_zero, 4.7, 0.132]) == []
+
+
 def test_a_loss_that_was_below_zero_before_may_be_so_again():
     """However long ago, also across a resume."""
     course = LossCourse()
