@@ -10,6 +10,8 @@ import pytest
 import mfwrap
 import mfwrap.callbacks
 import mfwrap.recipes
+from mfwrap.compatibility.transformers import TRAINER_RELEASE
+from support.versions import needs
 
 PACKAGES = (mfwrap, mfwrap.callbacks, mfwrap.recipes)
 
@@ -33,7 +35,16 @@ def examples(name: str) -> list[doctest.DocTest]:
     return [test for test in tests if test.examples]
 
 
-@pytest.mark.parametrize("name", module_names())
+NEEDED = {
+    "mfwrap.optimizers.expert_bias": needs("transformers", "5.0", "the experts of a layer"),
+    "mfwrap.trainer.trainer": needs("transformers", TRAINER_RELEASE, "what MFTrainer overrides"),
+}
+"""What the examples of a module need of a library."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=NEEDED.get(name, ())) for name in module_names()]
+)
 def test_examples_run(name, tmp_path, monkeypatch):
     """The examples in a module's docstrings print the output that they show."""
     monkeypatch.chdir(tmp_path)

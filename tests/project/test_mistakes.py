@@ -17,6 +17,7 @@ from support.mistakes.table import (
     versions_of,
 )
 from support.paths import ROOT
+from support.versions import needs
 
 TEXT = PAGE.read_text(encoding="utf-8")
 CELLS = read_cells(TEXT)
@@ -25,12 +26,17 @@ _SLOW = {"disk_full", "unused_parameters"}
 """Mistakes whose acting out starts processes."""
 
 
+_CONVERTS = needs("torch", "2.10", "a loss that converts float64 targets")
+
+
+def _marks(name: str) -> list[pytest.MarkDecorator]:
+    if name == "targets_of_double_precision":
+        return [_CONVERTS]
+    return [pytest.mark.slow] if name in _SLOW else []
+
+
 @pytest.mark.parametrize(
-    "mistake",
-    [
-        pytest.param(each, id=each.id, marks=[pytest.mark.slow] if each.id in _SLOW else [])
-        for each in MISTAKES
-    ],
+    "mistake", [pytest.param(each, id=each.id, marks=_marks(each.id)) for each in MISTAKES]
 )
 def test_a_mistake(mistake, tmp_path):
     """Its maker is told what is wrong, where, and what to do."""
@@ -59,6 +65,7 @@ def test_every_row_of_the_page_is_written_from_its_mistake():
 
 def test_the_command_writes_the_page(tmp_path):
     """The command acts out the mistakes that it is given, and keeps all other rows."""
+    pytest.importorskip("peft")  # which it imports in a process of its own
     written = tmp_path / "page.md"
     words = [".ci/mistakes.py", "yaml_tab", "--output", str(written)]
     subprocess.run([sys.executable, *words], cwd=ROOT, check=True, capture_output=True)

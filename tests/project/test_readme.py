@@ -9,6 +9,7 @@ import pytest
 
 from support.pages import PAGES, README, Snippet, snippets
 from support.paths import ROOT
+from support.versions import needs
 
 PART = re.compile(r'^--8<-- "README\.md:(\w+)"$', re.MULTILINE)
 
@@ -29,6 +30,9 @@ def run(page: Path, blocks: list[Snippet], namespace: dict) -> None:
         exec(compile("\n" * (block.line - 1) + block.code, page, "exec"), namespace)  # noqa: S102  (our own documentation)
 
 
+OF_EXPERTS = needs("transformers", "5.0", "a module with the experts of a layer")
+
+
 def test_readme_has_snippets():
     """README.md exists and contains Python code that is run."""
     assert README.exists(), "README.md is missing"
@@ -37,7 +41,12 @@ def test_readme_has_snippets():
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # TRL's own use
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.exists()], ids=lambda page: page.name
+    "page",
+    [
+        pytest.param(page, id=page.name, marks=OF_EXPERTS if page.name == "optimize.md" else [])
+        for page in PAGES
+        if page.exists()
+    ],
 )
 def test_snippets_run(page, tmp_path, monkeypatch):
     """The blocks of a page run one after the other in one namespace."""

@@ -20,6 +20,7 @@ from mfwrap.checkpoints.network_weights import (
 )
 from mfwrap.checkpoints.verification import check_checkpoint
 from support.checkpoint_folders import split_weights, write_checkpoint
+from support.versions import needs
 
 
 class Tied(nn.Module):
@@ -203,6 +204,9 @@ def test_adapters(tmp_path):
     assert foreign_weights(folder, Tied()) is None
 
 
+RENAMES = needs("transformers", "5.0", "weights with other names in files")
+
+
 def vision() -> nn.Module:
     """Return a network whose weights transformers renames."""
     shape = {"image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16}
@@ -217,6 +221,7 @@ def experts(num_local_experts=2) -> nn.Module:
     return MixtralForCausalLM(MixtralConfig(**shape, **layers, num_local_experts=num_local_experts))
 
 
+@RENAMES
 @pytest.mark.parametrize("make", [vision, experts])
 def test_the_original_format(tmp_path, make):
     """What a stock Trainer saves is recognized and loaded bit for bit; the own names are not it."""
@@ -252,6 +257,7 @@ def test_the_original_format_of_another_network(tmp_path):
         load_original_format(tmp_path / "few", network)
 
 
+@RENAMES
 def test_the_original_format_of_mixed_dtypes(tmp_path):
     """A weight in float32 beside others in bfloat16 is not rounded."""
     network = experts().bfloat16()

@@ -9,10 +9,10 @@ import re
 import pytest
 import torch
 from accelerate import Accelerator
+from transformers import Trainer
 
 import mfwrap.callbacks
 import mfwrap.schedules
-import mfwrap.trainer
 from mfwrap.names import attributes, libraries, training
 from mfwrap.names.counterparts import absent_name, find
 from mfwrap.names.resolution import PUBLIC_PACKAGES
@@ -48,6 +48,8 @@ def test_an_unknown_name():
 @pytest.mark.parametrize("text", TEXTS)
 def test_what_to_write_exists(text):
     """Each name and argument that a text suggests exists."""
+    if "tensorboard" in text:
+        importlib.import_module("tensorboard")
     for path in PATH.findall(text):
         pkgutil.resolve_name(path)
     calls = [
@@ -57,7 +59,7 @@ def test_what_to_write_exists(text):
         mfwrap.AdamWeightDecay,
         mfwrap.callbacks.CheckpointConfig,
         mfwrap.schedules.CosineWithWarmUpLR,
-        mfwrap.trainer.MFTrainer.train,
+        Trainer.train,  # and of `MFTrainer`
         Accelerator,
     ]
     arguments = {name for call in calls for name in inspect.signature(call).parameters}

@@ -79,6 +79,7 @@ def test_a_folder_of_others_is_kept(tmp_path):
 
 def test_what_cannot_be_read(tmp_path):
     """A folder without rows, and a damaged file, are named."""
+    pytest.importorskip("pyarrow")
     with pytest.raises(FileNotFoundError, match="has no losses of rows: there is no Parquet file"):
         read_row_losses(tmp_path)
     folder = tmp_path / "row_losses"
@@ -90,6 +91,7 @@ def test_what_cannot_be_read(tmp_path):
 
 def test_without_pyarrow(monkeypatch):
     """One sentence says what is missing."""
+    pytest.importorskip("pyarrow")
     check_pyarrow("`row_losses`")
     monkeypatch.setattr(row_losses, "find_spec", lambda _: None)
     with pytest.raises(ImportError, match="`row_losses` needs pyarrow, which is not installed"):

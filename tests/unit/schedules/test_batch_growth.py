@@ -48,7 +48,8 @@ def test_sizes_are_those_of_mindformers(numbers, first, samples):
     assert [growth.size(update) for update in range(MANY)] == sizes
     assert [growth.samples(number) for number in range(MANY)] == sums[:-1]
     assert growth.num_updates(first, samples) == enough
-    assert list(growth.sizes) == sorted({*sizes})
+    reached = sorted({*sizes})  # some need more updates for all
+    assert list(growth.sizes)[: len(reached)] == reached
 
 
 def test_the_example_that_mindformers_ran():

@@ -13,6 +13,7 @@ from transformers.loss.loss_utils import (
 from mfwrap.step import row_losses as module
 from mfwrap.step.row_losses import row_losses
 from support.host_reads import HostReads
+from support.versions import needs
 
 ROWS, LENGTH, CLASSES = 4, 7, 11
 IGNORED = -100
@@ -185,6 +186,7 @@ def test_rows_in_one_sequence(num_rows, padding):
     assert found.num_lost == sum(count for _, count in expected[num_rows:])
 
 
+@needs("torch", "2.13", "SavedTensor.unpack_hook")
 @pytest.mark.parametrize("kind", [*KINDS][:5])
 def test_tensors_that_are_unpacked_once(kind):
     """Hooks for saved tensors may free what they unpack, so only the backward unpacks it."""

@@ -12,6 +12,7 @@ from mfwrap.recipes.data.places import (
     similar_folder,
 )
 from support.hub import client_of, serving
+from support.versions import needs
 
 
 @pytest.fixture
@@ -166,6 +167,7 @@ def test_a_similar_path_that_no_model_on_the_hub_has(tmp_path, monkeypatch, give
     assert str(caught.value).endswith(f"got {name!r}{meant}")
 
 
+@needs("huggingface_hub", "1.0", "a client that a test can lead elsewhere")
 @pytest.mark.parametrize("name", ["goood", "models/goood", "models/Tiny-3B-chat"])
 def test_a_name_similar_to_a_folder_is_looked_up_on_the_hub(tmp_path, monkeypatch, name):
     """It may be a slip or a model on the hub, so the hub is asked, once, and must know it."""
