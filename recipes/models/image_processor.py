@@ -10,8 +10,9 @@ import numpy as np
 import PIL.Image
 import torch
 from numpy.typing import NDArray
-from transformers import AutoImageProcessor
-from transformers.models.auto.image_processing_auto import get_image_processor_config
+
+# Before 5.20, the name in `transformers` itself raises without Torchvision, which is not needed.
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from mfwrap.recipes.data.places import is_folder
 from mfwrap.recipes.models.checkpoint import PROCESSOR_CONFIG
@@ -19,6 +20,9 @@ from mfwrap.recipes.models.loading import ModelError, said_by
 
 _NUMBERS = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
 """What is taken over from the image processor of a checkpoint."""
+
+_CONFIGS = (PROCESSOR_CONFIG, "processor_config.json")
+"""Files of a checkpoint that may have its image processor."""
 
 _MAX = 255
 """Largest value of a pixel in an image file."""
@@ -38,13 +42,13 @@ def load_numbers(name: str, **settings: Any) -> dict[str, Any] | None:
     Raises:
         ModelError: If the image processor cannot be loaded.
     """
+    if is_folder(name) and not any(Path(name, file).is_file() for file in _CONFIGS):
+        return None
     try:
-        if not get_image_processor_config(name, revision=settings.get("revision")):
-            return None
         processor = AutoImageProcessor.from_pretrained(name, **settings)
     except Exception as error:  # any library, or code of the checkpoint
         if isinstance(error, OSError) and not is_folder(name):
-            return None  # the hub cannot be reached, and the cache has no image processor
+            return None  # the hub has none, or it cannot be reached, and the cache has none
         says = f"must have an image processor that can be loaded, got {name!r}"
         msg = f"`path` {says}: {said_by(error)}"
         raise ModelError(msg) from error

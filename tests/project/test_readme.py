@@ -9,7 +9,7 @@ import pytest
 
 from support.pages import PAGES, README, Snippet, snippets
 from support.paths import ROOT
-from support.versions import needs
+from support.versions import COUNTS_SHIFTED, needs
 
 PART = re.compile(r'^--8<-- "README\.md:(\w+)"$', re.MULTILINE)
 
@@ -30,7 +30,11 @@ def run(page: Path, blocks: list[Snippet], namespace: dict) -> None:
         exec(compile("\n" * (block.line - 1) + block.code, page, "exec"), namespace)  # noqa: S102  (our own documentation)
 
 
-OF_EXPERTS = needs("transformers", "5.0", "a module with the experts of a layer")
+NEEDED = {
+    "loss_by_source.md": COUNTS_SHIFTED,
+    "optimize.md": needs("transformers", "5.0", "a module with the experts of a layer"),
+}
+"""What the snippets of a page need of a library."""
 
 
 def test_readme_has_snippets():
@@ -43,7 +47,7 @@ def test_readme_has_snippets():
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, id=page.name, marks=OF_EXPERTS if page.name == "optimize.md" else [])
+        pytest.param(page, id=page.name, marks=NEEDED.get(page.name, []))
         for page in PAGES
         if page.exists()
     ],

@@ -4,7 +4,7 @@ import pytest
 
 from mfwrap.compatibility.foreign import is_installed
 
-__all__ = ["needs"]
+__all__ = ["COUNTS_SHIFTED", "needs"]
 
 
 def needs(library: str, release: str, reason: str) -> pytest.MarkDecorator:
@@ -18,3 +18,7 @@ def needs(library: str, release: str, reason: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(
         not is_installed(library, release), reason=f"needs {library} {release}: {reason}"
     )
+
+
+COUNTS_SHIFTED = needs("transformers", "5.11", "the Trainer counts first labels as targets")
+"""Mark of tests whose losses older Trainers divide by too many targets."""

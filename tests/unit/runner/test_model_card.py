@@ -17,6 +17,7 @@ from mfwrap.runner import parse_recipe, run_recipe
 from mfwrap.runner.model_card import FinishedRun, shared_settings, write_recipe_card
 from mfwrap.runner.run import build_trainer
 from support.recipe_texts import BERT, SMALL_LLAMA, VIT, recipe_text
+from support.versions import needs
 
 # Ignore the warnings of PEFT, TRL and the pipelines of transformers.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -154,6 +155,7 @@ def test_the_code_in_a_card_runs(tmp_path, printed_by, task):
         assert re.search(prints, printed_by(code_in(card), tmp_path / name))
 
 
+@needs("transformers", "5.20", "image processors without Torchvision")
 def test_how_an_image_is_prepared(tmp_path, printed_by):
     """The card says how pixels are scaled, and its code gets the class of an image."""
     data = {"type": "digits", "max_train_samples": 16, "max_eval_samples": 4}

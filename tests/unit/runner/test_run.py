@@ -17,6 +17,7 @@ from mfwrap.runner.run import build_trainer, run_recipe
 from support.recipe_data import recipe_of
 from support.recipe_texts import BERT, PERCEPTRON, SMALL_LLAMA, VIT, recipe_text
 from support.shipped_recipes import provide
+from support.versions import COUNTS_SHIFTED
 
 # Ignore the warnings that TRL and datasets emit.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -83,6 +84,7 @@ def test_checkpoints_in_the_background(tmp_path, caplog):
         verify(checkpoint)
 
 
+@COUNTS_SHIFTED
 @pytest.mark.parametrize(
     "name", ["causal_lm", pytest.param("supervised_tuning", marks=pytest.mark.slow)]
 )

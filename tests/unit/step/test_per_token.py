@@ -12,7 +12,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from mfwrap.step.calls import NetworkCall
 from mfwrap.step.per_token import PerTokenLoss
 from support.host_reads import HostReads
-from support.versions import needs
+from support.versions import COUNTS_SHIFTED, needs
 
 IGNORED = -100
 
@@ -42,9 +42,6 @@ def eurobert():
 
 
 HAS_EUROBERT = needs("transformers", "5.3", "it has no EuroBERT")
-
-
-COUNTS_SHIFTED = needs("transformers", "5.11", "the Trainer counts first labels as targets")
 
 
 def bert(head=transformers.BertForMaskedLM):

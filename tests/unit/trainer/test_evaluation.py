@@ -21,6 +21,7 @@ from support.ranks.evaluations import (
     token_losses,
 )
 from support.trainer_runs import new_trainer
+from support.versions import COUNTS_SHIFTED
 
 NUMBERS = [1, BATCH - 1, BATCH, BATCH + 3, 2 * BATCH, 2 * BATCH + 3, 3 * BATCH + 3]
 """Numbers of rows: on two ranks, the last batch is whole, or one rank or both lack rows."""
@@ -128,6 +129,7 @@ PER_TOKEN = True
 KINDS = ["model", "own loss", "own function"]
 
 
+@COUNTS_SHIFTED
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("filters", [True, False])
 def test_each_target_counts_the_same(kind, filters):
@@ -141,6 +143,7 @@ def test_each_target_counts_the_same(kind, filters):
     assert found == pytest.approx([mean_over_targets(kind, number) for number in (5, 9)], rel=1e-5)
 
 
+@COUNTS_SHIFTED
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("across", [True, False])
 def test_each_target_counts_the_same_on_two_ranks(two_ranks, kind, across):
@@ -173,6 +176,7 @@ def test_rows_with_different_numbers_of_targets(two_ranks, kind, across):
         assert found == pytest.approx(expected, rel=1e-5)
 
 
+@COUNTS_SHIFTED
 @pytest.mark.parametrize("on_ranks", [False, True])
 def test_smoothed_labels(two_ranks, on_ranks):
     """With label smoothing, the loss is the mean of the smoothed losses of all targets."""

@@ -10,6 +10,7 @@ from transformers import LlamaForSequenceClassification, PrinterCallback
 from mfwrap import ExponentialMovingAverage, StepConfig
 from mfwrap.trainer import MFTrainerMixin
 from support.other_trainers import letters, llama, num_letters
+from support.versions import COUNTS_SHIFTED
 
 # TRL and PEFT raise warnings about their own code, which cannot be fixed here.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -196,6 +197,7 @@ def test_an_adapter_and_its_reference(tmp_path):
 SITES = ["web", "books", "web", "code"] * 10
 
 
+@COUNTS_SHIFTED
 @pytest.mark.parametrize("padding_free", [False, True])
 def test_loss_by_source_of_supervised_tuning(tmp_path, padding_free):
     """The head that makes no logits gives the losses of the rows; no forward pass is added."""

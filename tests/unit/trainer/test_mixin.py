@@ -553,6 +553,7 @@ def added_names(trainer):
     return {*dir(trainer)} - {*dir(stock)}
 
 
+@needs("transformers", "5.17", "methods of the Trainer that the mixin overrides")
 def test_names_that_a_subclass_may_use_for_itself(tmp_path):
     """What the mixin adds has documented names, or such as only its own class can write."""
     added = added_names(new_trainer(MFTrainer, tmp_path))

@@ -27,6 +27,7 @@ from support.row_losses import (
     trained,
 )
 from support.trainer_runs import Counting, EndlessCounting, padded, tiny_llama
+from support.versions import COUNTS_SHIFTED
 
 NAMES = names_of(20)
 SAVES = {"save_strategy": "steps", "save_steps": 2}
@@ -58,6 +59,7 @@ def assert_as_by_hand(log, expected):
         assert total / sum(tokens.values()) == pytest.approx(loss, rel=1e-5)
 
 
+@COUNTS_SHIFTED
 def test_loss_by_source_is_that_of_the_logits(tmp_path):
     """Each source has its own mean; together they make the loss that is logged."""
     recording = Recording()
@@ -68,6 +70,7 @@ def test_loss_by_source_is_that_of_the_logits(tmp_path):
     assert set(with_rare) == {True, False}
 
 
+@COUNTS_SHIFTED
 def test_two_ranks(two_ranks, tmp_path):
     """The sources are summed over all ranks, with a last update that has fewer rows."""
     settings = {"loss_by": NAMES, "row_losses": True, "max_steps": 4}

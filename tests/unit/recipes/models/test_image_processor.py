@@ -6,7 +6,8 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from transformers import AutoImageProcessor, ViTConfig, ViTForImageClassification
+from transformers import ViTConfig, ViTForImageClassification
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from mfwrap.recipes.models.image_processor import make_image_processor, pixel_values
 from mfwrap.runner import RecipeError, run_recipe
