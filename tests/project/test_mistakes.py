@@ -26,12 +26,15 @@ _SLOW = {"disk_full", "unused_parameters"}
 """Mistakes whose acting out starts processes."""
 
 
-_CONVERTS = needs("torch", "2.10", "a loss that converts float64 targets")
+_NEEDED = {
+    "targets_of_double_precision": needs("torch", "2.13", "a loss that converts float64 targets"),
+    "text_read_as_missing": needs("datasets", "5.2", "it closes the CSV files that it reads"),
+}
 
 
 def _marks(name: str) -> list[pytest.MarkDecorator]:
-    if name == "targets_of_double_precision":
-        return [_CONVERTS]
+    if name in _NEEDED:
+        return [_NEEDED[name]]
     return [pytest.mark.slow] if name in _SLOW else []
 
 

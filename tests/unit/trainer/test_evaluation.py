@@ -21,7 +21,7 @@ from support.ranks.evaluations import (
     token_losses,
 )
 from support.trainer_runs import new_trainer
-from support.versions import COUNTS_SHIFTED
+from support.versions import COUNTS_SHIFTED, needs
 
 NUMBERS = [1, BATCH - 1, BATCH, BATCH + 3, 2 * BATCH, 2 * BATCH + 3, 3 * BATCH + 3]
 """Numbers of rows: on two ranks, the last batch is whole, or one rank or both lack rows."""
@@ -202,8 +202,17 @@ AS_STOCK = [
 ]
 
 
+LEAVES_OUT_NAN = needs("transformers", "5.23", "the Trainer leaves out a loss that is NaN")
+
+
 @pytest.mark.parametrize("with_metrics", [False, True], ids=["loss", "metrics"])
-@pytest.mark.parametrize("kind", AS_ONE_PROCESS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=LEAVES_OUT_NAN if kind == "no targets" else [])
+        for kind in AS_ONE_PROCESS
+    ],
+)
 def test_two_ranks_give_the_loss_of_one_process(two_ranks, kind, with_metrics):
     """So they do with several outputs of a row, nested batches and subclasses with other losses.
 

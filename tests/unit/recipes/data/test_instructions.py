@@ -14,6 +14,7 @@ from mfwrap.recipes.data.instructions import (
     packed_rows,
 )
 from mfwrap.recipes.models.byte_tokenizer import byte_tokenizer
+from support.versions import needs
 
 ROWS = [
     {"instruction": "Add.", "input": "1 and 2", "output": "3"},
@@ -144,8 +145,17 @@ def as_batch(row):
     return {name: torch.tensor([values]) for name, values in row.items()}
 
 
+OF_DEEPSEEK = needs("transformers", "5.17", "a DeepSeek-V3 of any head size")
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", sorted(SEPARATING))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=OF_DEEPSEEK if kind == "deepseek_v3" else [])
+        for kind in sorted(SEPARATING)
+    ],
+)
 def test_models_keep_the_texts_apart(kind):
     """The loss of a packed row is the mean over the targets of its texts, each by itself."""
     network = make_model(kind)
