@@ -155,9 +155,14 @@ def record_logits(network: nn.Module) -> dict[str, list[Tensor]]:
             calls = found.setdefault(name, [])
 
             def keep(
-                _: nn.Module, __: Any, output: tuple[Tensor, ...], calls: list[Tensor] = calls
+                _: nn.Module,
+                __: Any,
+                output: Tensor | tuple[Tensor, ...],
+                calls: list[Tensor] = calls,
             ) -> None:
-                calls.append(output[0].detach().double())
+                # Before transformers 5.17, a router returned nothing else.
+                logits = output if isinstance(output, Tensor) else output[0]
+                calls.append(logits.detach().double())
 
             module.register_forward_hook(keep)
     return found

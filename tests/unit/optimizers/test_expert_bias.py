@@ -57,7 +57,6 @@ def updated(network, *, batches, cell=None, **settings):
     return biases
 
 
-@needs("transformers", "5.17", "a router that returns its logits")
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_twenty_updates_of_two_ranks(two_ranks, layout):
     """The counts are those of all micro-batches of both ranks; in float64 from the logits."""
