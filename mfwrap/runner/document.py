@@ -308,6 +308,29 @@ class _Loader(yaml.SafeLoader):
             places[key.value] = self._place(mark)
         return node
 
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Add the pairs of merged mappings (``<<``) whose keys a mapping lacks.
+
+        As YAML says, the first of several merged mappings takes precedence; PyYAML 6.0.4 prefers
+        the last one (https://github.com/yaml/pyyaml/issues/953).
+
+        Raises:
+            RecipeError: If what is merged is neither a mapping nor a list of mappings.
+        """
+        pairs, node.value = node.value, []  # a mapping that merges itself adds nothing
+        merged: dict[str, tuple[yaml.ScalarNode, yaml.Node]] = {}
+        for key, inner in pairs:
+            if key.tag != _MERGE:
+                continue
+            for each in reversed(inner.value) if isinstance(inner, yaml.SequenceNode) else [inner]:
+                if not isinstance(each, yaml.MappingNode):
+                    says = f"expected a mapping or a list of mappings, got a {each.id}"
+                    raise self._error(each.start_mark, ("<<",), says)
+                self.flatten_mapping(each)
+                merged |= {pair[0].value: pair for pair in each.value}
+        own = {pair[0].value: pair for pair in pairs if pair[0].tag != _MERGE}
+        node.value = list((merged | own).values())
+
     def value(self, node: yaml.Node, path: Path) -> Any:
         """Return the value of a node, and record its place."""
         self._places.setdefault(path, self._place(node.start_mark))
@@ -316,7 +339,7 @@ class _Loader(yaml.SafeLoader):
             raise self._limit_error(node.start_mark, path, is_deep=len(path) > _MAX_DEPTH)
         kind = node.tag.removeprefix(_TAG)
         if isinstance(node, yaml.MappingNode) and kind == "map":
-            self.flatten_mapping(node)  # puts merged pairs (<<) before the others
+            self.flatten_mapping(node)
             self._values += len(node.value)  # the keys
             mapping: dict[str, Any] = {}
             for key, inner in node.value:
