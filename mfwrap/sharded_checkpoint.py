@@ -34,6 +34,7 @@ from mfwrap.collectives import (
     raising_together,
     this_rank,
 )
+from mfwrap.compatibility.foreign import is_installed
 from mfwrap.step.cell import MFTrainOneStepCell
 from mfwrap.step.parameters import network_parameters
 from mfwrap.tensors.shards import is_distributed, local_tensors
@@ -110,15 +111,7 @@ class ShardedSaver:
     def __init__(self, cell: MFTrainOneStepCell, lr_scheduler: Stateful | None = None) -> None:
         self._cell, self._lr_scheduler = cell, lr_scheduler
         self._writer = BackgroundWriter()
-        on_cuda = torch.cuda.is_available()
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=on_cuda,
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=on_cuda,
-            )
-        )
+        self._stager = _new_stager()
         self._num_copied = 0
         self._rank, self._num_ranks = this_rank(), num_ranks()
         self._group = new_host_group()
@@ -150,6 +143,10 @@ class ShardedSaver:
         _check_empty(path)
         self._check_memory(content.tensors)
         with raising_together():
+            if not is_installed("torch", "2.13"):
+                # One of torch 2.11 copies once: https://github.com/pytorch/pytorch/issues/183413
+                self._stager.close()
+                self._stager = _new_stager()
             copy: Any = self._stager.stage(content.tensors)
         self._writer.submit(lambda: self._write(path, copy, content.record))
 
@@ -224,6 +221,18 @@ class ShardedSaver:
                 "ended before it has written; close it before `destroy_process_group`"
             )
             raise RuntimeError(msg)
+
+
+def _new_stager() -> DefaultStager:
+    on_cuda = torch.cuda.is_available()
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=on_cuda,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=on_cuda,
+        )
+    )
 
 
 class _Content(NamedTuple):
