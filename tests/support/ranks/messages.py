@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import TrainerControl, TrainerState
 
 from mfwrap import DynamicLossScaleUpdateCell, MFTrainOneStepCell, StepConfig
@@ -34,18 +34,22 @@ def messages_of(rank: int, way: str) -> list[list[int]]:
         # Do not profile the first two steps, because DistributedDataParallel rebuilds its buckets
         # there and sends the buckets' sizes.
         step(number)
-    sent = []
-    for number in range(NUM_STEPS):
-        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
-            step(number)
-        sent.append(
-            sorted(
-                sum(torch.Size(shape).numel() for shape in event.input_shapes)
-                for event in profiled.events()
-                if event.name.startswith("gloo:")
-            )
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
+        # A message of the last step may end after the profile, which then lacks it.
+        for number in range(NUM_STEPS + 1):
+            with record_function(f"step {number}"):
+                step(number)
+    events = profiled.events()
+    times = {event.name: event.time_range for event in events if event.name.startswith("step ")}
+    messages = [event for event in events if event.name.startswith("gloo:")]
+    return [
+        sorted(
+            sum(torch.Size(shape).numel() for shape in message.input_shapes)
+            for message in messages
+            if time.start <= message.time_range.start < time.end
         )
-    return sent
+        for time in (times[f"step {number}"] for number in range(NUM_STEPS))
+    ]
 
 
 def _plain(rank: int) -> Callable[[int], Any]:
