@@ -1,6 +1,7 @@
 """The table of mistakes: its data, and the page that is written from them."""
 
 import importlib.metadata
+import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -147,10 +148,11 @@ def _literal(text: str) -> str:
 
 
 def present_versions() -> str:
-    """Return the line that names the versions of the libraries that are installed."""
+    """Return the line that names the versions of Python and of the libraries."""
     names = ("torch", "transformers", "trl", "accelerate", "peft", "datasets")
     found = [f"{name} {importlib.metadata.version(name).partition('+')[0]}" for name in names]
-    return f"Acted out with {', '.join(found)}."
+    python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
+    return f"Acted out with {', '.join([python, *found])}."
 
 
 def versions_of(text: str) -> str:
