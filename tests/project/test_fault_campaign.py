@@ -42,6 +42,7 @@ from support.faults.split import (
 from support.faults.training import WAYS, Case, train
 from support.faults.twin import Class, Comparison, compare
 from support.faults.verdicts import Verdict, judge, table
+from support.versions import needs
 
 # peft uses `is_gradient_checkpointing`, which transformers has deprecated.
 pytestmark = [
@@ -49,6 +50,8 @@ pytestmark = [
     # A fault of `dtype float16` is found without the warning, too.
     pytest.mark.filterwarnings("ignore:.optimizer. makes float16 weights NaN"),
 ]
+
+_VIT = needs("transformers", "5.9", "the names of ViT's layers")
 
 RECORDED = {Class.NOT_FINITE: 1.0, Class.VISIBLE: 0.75}
 """Least share of the faults of a class that are recorded in time."""
@@ -217,6 +220,8 @@ def test_a_bit_is_flipped():
         assert changed(tensor, fault, 1.0).tolist() in ([1.0, 1.5, 8.0], [1.0, 6.0, 8.0])
 
 
+@_VIT
+@needs("peft", "0.20", "it sees that saved weights are not tied")
 def test_each_kind_has_a_cause_and_a_window():
     """Every kind has a network that can have it, causes, places that exist, and steps in time."""
     for kind in KINDS:
@@ -256,6 +261,7 @@ def test_the_halves_have_each_kind_once():
     assert Counter(WRITTEN_ON) + Counter(JUDGED_ON) == Counter(map(str, KINDS))
 
 
+@_VIT
 def test_the_judged_half_must_be_asked_for():
     """Without asking, no judged kind is drawn; after its last reading, it is refused."""
     reading = Reading(date="2000-01-01", commit="0", seeds=(0,), score="")
@@ -405,9 +411,12 @@ def test_a_run_is_compared_with_its_twin(
     [
         _case(Kind(What.WEIGHT, How.NAN, Course.BRIEF)),
         _case(
-            Kind(What.SECOND_MOMENT, How.LOWERED, Course.BRIEF), size=1e6, where=Where.ALL, step=9
+            Kind(What.SECOND_MOMENT, How.LOWERED, Course.BRIEF), size=1e6, where=Where.ALL, step=15
         ),
-        _case(Kind(What.INPUTS, How.NAN, Course.BRIEF), where=Where.ALL, micro_batch=1, row=2),
+        pytest.param(
+            _case(Kind(What.INPUTS, How.NAN, Course.BRIEF), where=Where.ALL, micro_batch=1, row=2),
+            marks=_VIT,
+        ),
         _case(Kind(What.LOSS, How.RAISED, Course.LASTING), size=1e3, where=Where.ALL, step=15),
     ],
     ids=lambda case: str(case.fault.kind),
