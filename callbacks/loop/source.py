@@ -112,6 +112,17 @@ class AttachedSource(UpdateSource):
         return next(iter(optimizers_of(self.attached.accelerator)), None)
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """Settings without those that the accelerator and the loop decide."""
+        found = super().settings
+        step = found["step"]
+        del step["gradient_accumulation_steps"]
+        if not step["use_clip_grad"]:
+            # The loop may clip, which its first step tells.
+            del step["use_clip_grad"], step["max_grad_norm"]
+        return found
+
+    @property
     def max_grad_norm(self) -> float | None:
         """Limit of the loop's own last clipping, or else of the step's."""
         own = self.attached.attachment.max_grad_norm

@@ -96,6 +96,16 @@ def test_a_cell_may_have_a_config_of_its_own():
     assert "step" not in source_of(cell, None).settings
 
 
+def test_an_attached_loop_may_clip_and_accumulate_itself():
+    """What the accelerator and the loop decide is no setting of the step."""
+    attached, network, _ = attached_loop()
+    own = {"gradient_accumulation_steps", "use_clip_grad", "max_grad_norm"}
+    assert own.isdisjoint(source_of(attached, network).settings["step"])
+
+    attached = attach(new_accelerator(), StepConfig(use_clip_grad=True, max_grad_norm=0.125))
+    assert source_of(attached, network).settings["step"]["max_grad_norm"] == 0.125
+
+
 @pytest.mark.parametrize("make_rate", [float, torch.tensor])
 def test_a_plain_loop_has_the_rate_of_its_last_update(make_rate):
     """A schedule that sets the next rate before the step ends does not change it."""
