@@ -541,12 +541,23 @@ def _end(run: RunRecord) -> str:
     if curve.steps:
         end += f", with {name} {curve.values[-1]:{NUMBER}} at step {curve.steps[-1]}"
         end += _lowest(curve) if name == "loss" else ""
-    ended = run.episodes[-1] if run.episodes else None
-    if ended is not None and 1 < ended.num_steps == ended.num_skipped and ended.last_step == last:
-        end += f". All updates from step {ended.step} on were skipped"
+    first = _first_skipped(run, last)
+    end += "" if first is None else f". All updates from step {first} on were skipped"
     error = run.facts.get("error")
     end += f". Its error: <code>{html.escape(error.removesuffix('.'))}</code>" if error else ""
     return f"{end}{_clipped(run)}."
+
+
+def _first_skipped(run: RunRecord, last: int) -> int | None:
+    """Return the step from which on a run has skipped all updates, if there are several."""
+    skips = run.curves.get("consecutive_skips", Curve())
+    if skips.steps and skips.steps[-1] == last:
+        number = skips.values[-1]
+        return last - int(number) + 1 if 1 < number < math.inf else None
+    ended = run.episodes[-1] if run.episodes else None
+    if ended is None or not 1 < ended.num_steps == ended.num_skipped or ended.last_step != last:
+        return None
+    return ended.step
 
 
 def _clipped(run: RunRecord) -> str:

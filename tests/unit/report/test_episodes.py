@@ -105,6 +105,19 @@ def test_updates_that_are_skipped_to_the_end(tmp_path, last_step, is_told):
     assert ("All updates from step 4 on were skipped." in page) is is_told
 
 
+@pytest.mark.parametrize(("number", "is_told"), [(6.0, True), (1.0, False), (0.0, False)])
+def test_updates_that_are_skipped_after_one_that_was_applied(tmp_path, number, is_told):
+    """The number of skipped updates in a row tells of them, whatever the episodes are."""
+    first = {"step": 4, "kind": "loss_spike", "skipped": False}
+    end = {"step": 4, "kind": "loss_spike", "last_step": 10, "num_steps": 7, "num_skipped": 6}
+    run = run_of(tmp_path, [first, end])
+    curves = {**run.curves, "consecutive_skips": Curve([3, 10], [0.0, number])}
+    page = words(headline([dataclasses.replace(run, curves=curves)]))
+
+    assert ("All updates from step 5 on were skipped." in page) is is_told
+    assert ("All updates" in page) is is_told
+
+
 @pytest.mark.parametrize("losses", [[], [2.0] * 3, [3.0, 2.0] * 5, ["nan"] * 9, [-1.0] * 9])
 def test_a_last_loss_that_is_no_higher(tmp_path, losses):
     """Nothing is said about the lowest level."""
