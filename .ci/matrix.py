@@ -66,6 +66,7 @@ ROWS: Mapping[str, Row] = {
     "pinned-3.13": Row(
         "3.13", "everything", ("--constraint", "constraints.txt", WHOLE), num_skipped=0
     ),
+    "newest-3.13": Row("3.13", "everything", (WHOLE,), num_skipped=0),
     "newest": Row("3.14", "everything", (WHOLE,), num_skipped=0),
 }
 SHOWN = ("torch", "transformers", "accelerate", "numpy")
