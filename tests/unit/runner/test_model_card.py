@@ -135,11 +135,17 @@ CASES = {
 }
 
 
-QUICK = {"causal_lm", "regression"}
+QUICK, IMAGES = {"causal_lm", "regression"}, "image_classification"
+WITHOUT_TORCHVISION = needs("transformers", "5.20", "image processors without Torchvision")
 
 
 @pytest.mark.parametrize(
-    "task", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in CASES]
+    "task",
+    [
+        *sorted(QUICK),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in sorted({*CASES} - QUICK - {IMAGES})),
+        pytest.param(IMAGES, marks=[pytest.mark.slow, WITHOUT_TORCHVISION]),
+    ],
 )
 def test_the_code_in_a_card_runs(tmp_path, printed_by, task):
     """The code in a card runs in the folder of the model, and the front matter names the task."""
@@ -155,7 +161,7 @@ def test_the_code_in_a_card_runs(tmp_path, printed_by, task):
         assert re.search(prints, printed_by(code_in(card), tmp_path / name))
 
 
-@needs("transformers", "5.20", "image processors without Torchvision")
+@WITHOUT_TORCHVISION
 def test_how_an_image_is_prepared(tmp_path, printed_by):
     """The card says how pixels are scaled, and its code gets the class of an image."""
     data = {"type": "digits", "max_train_samples": 16, "max_eval_samples": 4}

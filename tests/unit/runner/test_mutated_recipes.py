@@ -28,6 +28,7 @@ from mfwrap.recipes.data.files import JsonLinesSource
 from mfwrap.recipes.models.settings import ModelSettings, config_keys
 from mfwrap.recipes.tasks.table import TASKS
 from mfwrap.runner.library import shipped_recipes
+from mfwrap.runner.mindformers.training import RECOMPUTATION
 from mfwrap.runner.sections import RunnerWrapperSection, Sections
 from support.mutations import MINDFORMERS, change_bytes, change_value
 from support.recipe_texts import RECIPE, SMALL_LLAMA
@@ -93,7 +94,7 @@ def recipes() -> dict[str, dict]:
         recipe |= {"task": task, "data": {"type": "json_lines", "path": "rows.jsonl"}}
         recipe["training"] = {**SMALL["training"], "seed": 3}
         if task == "supervised_tuning":
-            recipe["training"] |= {"bf16": False, "activation_checkpointing": False}
+            recipe["training"] |= {"bf16": False, RECOMPUTATION: False}
         if task != "regression":
             kind = {"model_type": "bert"} if "classification" in task else {}
             recipe["model"] = {"config": SMALL_LLAMA | kind, "tokenizer": "bytes"}

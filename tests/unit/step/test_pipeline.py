@@ -56,6 +56,7 @@ CASES = {
     ),
 }
 FAST = {"1F1B", "interleaved"}
+OWN_MESSAGES = needs("torch", "2.13", "gloo that can send to its own rank")
 
 
 @pytest.fixture
@@ -68,7 +69,13 @@ def two_stages_ranks(two_ranks):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in CASES],
+    [
+        pytest.param(
+            name,
+            marks=([] if name in FAST else [pytest.mark.slow]) + [OWN_MESSAGES] * case.is_v_shaped,
+        )
+        for name, case in CASES.items()
+    ],
 )
 def test_equal_to_one_process(two_stages_ranks, name):
     """Two ranks make the updates that one process makes with the whole network."""
@@ -491,7 +498,7 @@ class TestOneRank:
         with pytest.raises(ValueError, match="`accelerator` must be None with a pipeline"):
             MFTrainOneStepCell(schedule, sgd(schedule), accelerator=new_accelerator())
 
-    @needs("torch", "2.13", "gloo that can send to its own rank")
+    @OWN_MESSAGES
     def test_two_stages_on_one_rank(self):
         """Without other ranks, nothing is sent."""
         schedule = two_stages(nn.Linear(2, 1), ScheduleInterleaved1F1B)
