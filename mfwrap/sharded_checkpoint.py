@@ -144,7 +144,8 @@ class ShardedSaver:
         self._check_memory(content.tensors)
         with raising_together():
             if not is_installed("torch", "2.13"):
-                # One of torch 2.11 copies once: https://github.com/pytorch/pytorch/issues/183413
+                # The stager of torch 2.11 raises KeyError if it is used a second time:
+                # https://github.com/pytorch/pytorch/issues/183413
                 self._stager.close()
                 self._stager = _new_stager()
             copy: Any = self._stager.stage(content.tensors)

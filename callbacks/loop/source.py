@@ -113,12 +113,12 @@ class AttachedSource(UpdateSource):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings without those that the accelerator and the loop decide."""
+        """Settings of the step and the optimizer, without what the accelerator or the loop sets."""
         found = super().settings
         step = found["step"]
         del step["gradient_accumulation_steps"]
         if not step["use_clip_grad"]:
-            # The loop may clip, which its first step tells.
+            # The loop may clip by itself. This is unknown before its first step.
             del step["use_clip_grad"], step["max_grad_norm"]
         return found
 

@@ -309,15 +309,16 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Add the pairs of merged mappings (``<<``) whose keys a mapping lacks.
+        """Replace the merge keys (``<<``) of a mapping by the pairs of the merged mappings.
 
-        As YAML says, the first of several merged mappings takes precedence; PyYAML 6.0.4 prefers
-        the last one (https://github.com/yaml/pyyaml/issues/953).
+        A key of the mapping itself takes precedence, then the first of several merged mappings, as
+        YAML specifies. The method of PyYAML 6.0.4 prefers the last merged mapping
+        (https://github.com/yaml/pyyaml/issues/953).
 
         Raises:
-            RecipeError: If what is merged is neither a mapping nor a list of mappings.
+            RecipeError: If a merge key has a value other than a mapping or a list of mappings.
         """
-        pairs, node.value = node.value, []  # a mapping that merges itself adds nothing
+        pairs, node.value = node.value, []  # empty, so that a mapping can merge itself
         merged: dict[str, tuple[yaml.ScalarNode, yaml.Node]] = {}
         for key, inner in pairs:
             if key.tag != _MERGE:

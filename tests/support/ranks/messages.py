@@ -35,7 +35,7 @@ def messages_of(rank: int, way: str) -> list[list[int]]:
         # there and sends the buckets' sizes.
         step(number)
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
-        # A message of the last step may end after the profile, which then lacks it.
+        # The last message may be recorded after the profile has ended, so the last step is ignored.
         for number in range(NUM_STEPS + 1):
             with record_function(f"step {number}"):
                 step(number)

@@ -75,8 +75,9 @@ def test_processes_that_are_connected():
 def failure_to_join(**settings):
     """Return the error of a rank that cannot join its process group.
 
-    A failure counts in the names of groups until a group is destroyed. torch 2.9 keeps the meshes
-    of DTensors, so those of a later group would name one that is gone.
+    torch names groups by a counter, which also counts failures, and which starts again when a
+    group is destroyed. torch 2.9 reuses the meshes of earlier DTensors with the group names of that
+    time, so a mesh with a higher number would break the tests that run later in this process.
     """
     with pytest.raises(RuntimeError) as caught:
         distributed.init_process_group("gloo", **settings)

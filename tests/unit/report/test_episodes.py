@@ -107,7 +107,7 @@ def test_updates_that_are_skipped_to_the_end(tmp_path, last_step, is_told):
 
 @pytest.mark.parametrize(("number", "is_told"), [(6.0, True), (1.0, False), (0.0, False)])
 def test_updates_that_are_skipped_after_one_that_was_applied(tmp_path, number, is_told):
-    """The number of skipped updates in a row tells of them, whatever the episodes are."""
+    """The headline counts them by the number of skipped updates in a row."""
     first = {"step": 4, "kind": "loss_spike", "skipped": False}
     end = {"step": 4, "kind": "loss_spike", "last_step": 10, "num_steps": 7, "num_skipped": 6}
     run = run_of(tmp_path, [first, end])

@@ -140,7 +140,7 @@ def test_merge_keys_cannot_make_a_file_endless(step):
 
 
 def test_a_mapping_that_merges_itself():
-    """It has its own pairs."""
+    """The mapping has its own pairs."""
     assert read("a: &a {<<: *a, b: 1}") == {"a": {"b": 1}}
 
 

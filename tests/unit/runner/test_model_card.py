@@ -142,9 +142,10 @@ WITHOUT_TORCHVISION = needs("transformers", "5.20", "image processors without To
 @pytest.mark.parametrize(
     "task",
     [
-        *sorted(QUICK),
-        *(pytest.param(n, marks=pytest.mark.slow) for n in sorted({*CASES} - QUICK - {IMAGES})),
-        pytest.param(IMAGES, marks=[pytest.mark.slow, WITHOUT_TORCHVISION]),
+        pytest.param(
+            n, marks=[pytest.mark.slow] * (n not in QUICK) + [WITHOUT_TORCHVISION] * (n == IMAGES)
+        )
+        for n in CASES
     ],
 )
 def test_the_code_in_a_card_runs(tmp_path, printed_by, task):

@@ -72,7 +72,7 @@ def two_stages_ranks(two_ranks):
     [
         pytest.param(
             name,
-            marks=([] if name in FAST else [pytest.mark.slow]) + [OWN_MESSAGES] * case.is_v_shaped,
+            marks=[pytest.mark.slow] * (name not in FAST) + [OWN_MESSAGES] * case.is_v_shaped,
         )
         for name, case in CASES.items()
     ],

@@ -97,7 +97,7 @@ def test_a_cell_may_have_a_config_of_its_own():
 
 
 def test_an_attached_loop_may_clip_and_accumulate_itself():
-    """What the accelerator and the loop decide is no setting of the step."""
+    """The settings of the step leave out what the accelerator or the loop sets."""
     attached, network, _ = attached_loop()
     own = {"gradient_accumulation_steps", "use_clip_grad", "max_grad_norm"}
     assert own.isdisjoint(source_of(attached, network).settings["step"])
